@@ -1,0 +1,45 @@
+"""Append the new K and V to their pages, then attend over the pages: the model's only door to the kernels."""
+
+import jax
+
+from jaxinfer.batch import StepBatch
+from jaxinfer.kv_cache import KVCacheSpec
+from pallas_kernels.kv_append import kv_append
+from pallas_kernels.ragged_paged_attention import ragged_paged_attention
+
+
+def append_and_attend(
+    q: jax.Array,  # [T, N, H]
+    k: jax.Array,  # [T, K, H]
+    v: jax.Array,  # [T, K, H]
+    pages: jax.Array,  # [num_pages, K, page_size, 2H]
+    scales: jax.Array | None,  # f32[num_pages, K, 2, page_size] for quantized pages
+    batch: StepBatch,
+    spec: KVCacheSpec,
+    *,
+    sm_scale: float,
+    group: int = 0,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    sink_logits: jax.Array | None = None,  # f32[N]
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """One layer's attention: ([T, N, H], pages, scales). `group` picks the page table of the KV group."""
+    pages, scales = kv_append(
+        k, v, pages, scales, batch.slot_mappings[group], implementation=spec.implementation
+    )
+    out = ragged_paged_attention(
+        q,
+        pages,
+        scales,
+        batch.page_tables[group],
+        batch.kv_lens,
+        batch.cu_q_lens,
+        batch.distribution,
+        sm_scale=sm_scale,
+        max_q_len=batch.max_q_len,
+        sliding_window=sliding_window,
+        soft_cap=soft_cap,
+        sink_logits=sink_logits,
+        implementation=spec.implementation,
+    )
+    return out.astype(q.dtype), pages, scales

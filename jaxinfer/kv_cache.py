@@ -1,0 +1,175 @@
+"""The paged KV cache: a preallocated pytree of pages, and the only code that knows their layout.
+
+A page holds `page_size` tokens of one layer: `[num_pages, K, page_size, 2H]`, K in lanes [0, H), V in
+[H, 2H). Page 0 is the null page: padding writes there and table tails point at it. A slot is
+`page * page_size + offset`. Which page belongs to whom is host bookkeeping (`page_allocator`).
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from flax import struct
+
+NULL_PAGE = 0
+
+
+@dataclass(frozen=True)
+class KVCacheSpec:
+    """Everything static about a cache.
+
+    dtype: of the pages. implementation: which kernels write and read them (reference | xla | tpu | gpu).
+    num_pages counts the null page.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    num_pages: int
+    dtype: str = "float32"
+    implementation: str = "xla"
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "num_kv_heads", "head_dim", "page_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.num_pages < 2:
+            raise ValueError(f"num_pages={self.num_pages} must be at least 2: the null page and one more")
+        if self.num_pages * self.page_size >= 2**31:
+            raise ValueError(
+                f"num_pages={self.num_pages} x page_size={self.page_size} slots do not fit 32-bit indices; "
+                "use fewer pages"
+            )
+
+    @property
+    def page_shape(self) -> tuple[int, int, int, int]:
+        """Shape of one layer's pages."""
+        return (self.num_pages, self.num_kv_heads, self.page_size, 2 * self.head_dim)
+
+    @property
+    def num_usable_tokens(self) -> int:
+        """Tokens that fit, the null page left out."""
+        return (self.num_pages - 1) * self.page_size
+
+    @property
+    def bytes_per_page(self) -> int:
+        """Bytes of one page over all layers."""
+        return (
+            self.num_layers * bytes_per_token(self.num_kv_heads, self.head_dim, self.dtype) * self.page_size
+        )
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of the whole pool, the null page included."""
+        return self.num_pages * self.bytes_per_page
+
+    def describe(self) -> str:
+        """One line for people: pages, tokens, bytes."""
+        return (
+            f"{self.num_pages - 1} pages x {self.page_size} tokens = {self.num_usable_tokens} tokens, "
+            f"{self.total_bytes / 2**20:.1f} MiB of {self.dtype}"
+        )
+
+
+def bytes_per_token(num_kv_heads: int, head_dim: int, dtype: str) -> int:
+    """Bytes of K and V of one token in one layer."""
+    return 2 * num_kv_heads * head_dim * ml_dtypes_itemsize(dtype)
+
+
+def ml_dtypes_itemsize(dtype: str) -> int:
+    """Bytes of one element, bfloat16 and the 8-bit floats included."""
+    return np.dtype(getattr(ml_dtypes, dtype, dtype)).itemsize
+
+
+@struct.dataclass
+class KVCache:
+    """pages: per layer [num_pages, K, page_size, 2H]. scales: per layer f32[num_pages, K, 2, page_size]
+    for quantized pages, else None."""
+
+    pages: tuple[jax.Array, ...]
+    scales: tuple[jax.Array, ...] | None
+    spec: KVCacheSpec = struct.field(pytree_node=False)
+
+
+def init(spec: KVCacheSpec) -> KVCache:
+    """A zeroed cache. Call it under `jax.jit` with `out_shardings` to place it."""
+    pages = tuple(jnp.zeros(spec.page_shape, spec.dtype) for _ in range(spec.num_layers))
+    return KVCache(pages=pages, scales=None, spec=spec)
+
+
+def pages_needed(num_tokens: int, page_size: int) -> int:
+    """Pages that hold `num_tokens`."""
+    return math.ceil(num_tokens / page_size)
+
+
+def slot_mapping(page_table: jax.Array, rows: jax.Array, indices: jax.Array, page_size: int) -> jax.Array:
+    """Slots of tokens, on host (numpy) or device alike.
+
+    Args:
+      page_table: i32[B, P].
+      rows: i32[T], the row of each token.
+      indices: i32[T], where in its row's resident tokens each token stands.
+      page_size: tokens per page.
+
+    Returns:
+      i32[T].
+    """
+    return page_table[rows, indices // page_size] * page_size + indices % page_size
+
+
+def gather(pages: jax.Array, table_row: jax.Array, kv_len: int) -> tuple[jax.Array, jax.Array]:
+    """K and V of one row of one layer, for tests and research: two arrays [kv_len, K, H].
+
+    Args:
+      pages: [num_pages, K, page_size, 2H].
+      table_row: i32[P], the row's page table.
+      kv_len: resident tokens, static.
+    """
+    _, num_kv_heads, page_size, width = pages.shape
+    used = table_row[: pages_needed(kv_len, page_size)]
+    tokens = jnp.swapaxes(pages[used], 1, 2).reshape(-1, num_kv_heads, width)[:kv_len]
+    return tokens[..., : width // 2], tokens[..., width // 2 :]
+
+
+def copy_pages(cache: KVCache, source: jax.Array, target: jax.Array) -> KVCache:
+    """Copy whole pages `source` i32[M] over pages `target` i32[M] in every layer.
+
+    Pad both with 0: the null page may be copied onto itself any number of times.
+    """
+    return _map_arrays(cache, lambda array: array.at[target].set(array[source]))
+
+
+def export_pages(cache: KVCache, page_ids: jax.Array) -> KVCache:
+    """The contents of `page_ids` i32[M] as a cache of M pages, to be moved elsewhere."""
+    out = _map_arrays(cache, lambda array: array[page_ids])
+    return replace(out, spec=_resized(cache.spec, len(page_ids)))
+
+
+def import_pages(cache: KVCache, exported: KVCache, page_ids: jax.Array) -> KVCache:
+    """Write pages that `export_pages` returned into `page_ids` i32[M] of this cache.
+
+    Raises:
+      ValueError: the two caches differ in more than their number of pages.
+    """
+    if _resized(exported.spec, cache.spec.num_pages) != cache.spec:
+        raise ValueError(f"pages of {exported.spec} cannot be imported into a cache of {cache.spec}")
+    pages = tuple(a.at[page_ids].set(b) for a, b in zip(cache.pages, exported.pages, strict=True))
+    scales = cache.scales
+    if scales is not None and exported.scales is not None:
+        scales = tuple(a.at[page_ids].set(b) for a, b in zip(scales, exported.scales, strict=True))
+    return replace(cache, pages=pages, scales=scales)
+
+
+def _resized(spec: KVCacheSpec, num_pages: int) -> KVCacheSpec:
+    # A one-page export is legal although a one-page pool is not, so the spec keeps at least two.
+    return replace(spec, num_pages=max(num_pages, 2))
+
+
+def _map_arrays(cache: KVCache, function: Callable[[jax.Array], jax.Array]) -> KVCache:
+    scales = None if cache.scales is None else tuple(function(s) for s in cache.scales)
+    return replace(cache, pages=tuple(function(p) for p in cache.pages), scales=scales)
