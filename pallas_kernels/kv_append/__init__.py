@@ -1,0 +1,112 @@
+"""Writes this step's K and V into their pages: the contract, its checks, its implementations.
+
+The field's reshape_and_cache. Shape letters: T tokens, K kv heads, H head_dim. `cases.py` has the named
+shapes.
+"""
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+# implementation -> the module that holds a function `kv_append` of the signature below, less `implementation`
+IMPLEMENTATIONS = {
+    "reference": "pallas_kernels.kv_append.reference",
+    "xla": "pallas_kernels.kv_append.xla",
+    "tpu": "pallas_kernels.kv_append.tpu",
+    "gpu": "pallas_kernels.kv_append.gpu",
+}
+# page dtypes that need kv_scales, and the largest value that a quantized number takes in them
+QUANTIZED_MAX = {"int8": 127.0, "int4": 7.0, "float8_e4m3fn": 448.0}
+FLOAT_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+
+
+def kv_append(
+    k: jax.Array,
+    v: jax.Array,
+    kv_pages: jax.Array,
+    kv_scales: jax.Array | None,
+    slot_mapping: jax.Array,
+    *,
+    implementation: str,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Writes token t's K and V into slot slot_mapping[t] and leaves every other slot as it was.
+
+    In place when kv_pages (and kv_scales) are donated. Into quantized pages each vector [H] gets one scale:
+    scale = amax / QUANTIZED_MAX[dtype], qvalue = round-to-nearest-even(x * (QUANTIZED_MAX[dtype] / amax)),
+    clipped to +-QUANTIZED_MAX[dtype]; a vector of zeros gets scale 0 and qvalues 0. So value = scale *
+    qvalue.
+
+    Args:
+        k, v: [T, K, H], float32, bfloat16 or float16, both of one dtype; cast to the page's dtype.
+        kv_pages: [num_pages, K, page_size, 2H]; K in lanes [0, H), V in [H, 2H). Page 0 is the null page.
+        kv_scales: f32[num_pages, K, 2, page_size] (K scale, V scale) with int8, int4 or float8_e4m3fn pages,
+            else None.
+        slot_mapping: i32[T] = page * page_size + offset. Padded tokens have slots in the null page, where
+            writes may collide (any of them wins); no two tokens may share a slot elsewhere.
+        implementation: a key of IMPLEMENTATIONS. There is no default and no falling back.
+
+    Returns:
+        kv_pages, kv_scales (None if None).
+
+    Raises:
+        ValueError: a shape or dtype is outside this contract.
+        NotImplementedError: the implementation does not have this combination, or is not part of this build.
+    """
+    _validate(k, v, kv_pages, kv_scales, slot_mapping)
+    return _load(implementation)(k, v, kv_pages, kv_scales, slot_mapping)
+
+
+def _load(implementation: str) -> Callable[..., Any]:
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(
+            f"implementation {implementation!r} is unknown: choose one of {list(IMPLEMENTATIONS)}"
+        )
+    module = IMPLEMENTATIONS[implementation]
+    if importlib.util.find_spec(module) is None:
+        raise NotImplementedError(
+            f"kv_append has no implementation {implementation!r} in this build: use 'xla' or 'reference'"
+        )
+    return importlib.import_module(module).kv_append
+
+
+def _check_array(name: str, x: jax.Array, shape: tuple[int, ...], dtype: Any) -> None:
+    if x.shape != shape or x.dtype != dtype:
+        raise ValueError(
+            f"{name} is {x.dtype}{list(x.shape)} but must be {jnp.dtype(dtype).name}{list(shape)}"
+        )
+
+
+def _validate(
+    k: jax.Array, v: jax.Array, kv_pages: jax.Array, kv_scales: jax.Array | None, slot_mapping: jax.Array
+) -> None:
+    if k.ndim != 3 or k.dtype not in FLOAT_DTYPES:
+        raise ValueError(
+            f"k is {k.dtype}{list(k.shape)} but must be [T, K, H] in float32, bfloat16 or float16"
+        )
+    _check_array("v", v, k.shape, k.dtype)
+    if kv_pages.ndim != 4:
+        raise ValueError(f"kv_pages is {list(kv_pages.shape)} but must be [num_pages, K, page_size, 2H]")
+    num_tokens, num_kv_heads, head_dim = k.shape
+    num_pages, _, page_size, _ = kv_pages.shape
+    if kv_pages.shape != (num_pages, num_kv_heads, page_size, 2 * head_dim):
+        raise ValueError(
+            f"kv_pages is {list(kv_pages.shape)} but k of {list(k.shape)} needs "
+            f"[num_pages, {num_kv_heads}, page_size, {2 * head_dim}]"
+        )
+    if kv_pages.dtype.name in QUANTIZED_MAX:
+        if kv_scales is None:
+            raise ValueError(
+                f"kv_pages is {kv_pages.dtype}: kv_scales f32[num_pages, K, 2, page_size] is required"
+            )
+        _check_array("kv_scales", kv_scales, (num_pages, num_kv_heads, 2, page_size), jnp.float32)
+    elif kv_pages.dtype in FLOAT_DTYPES:
+        if kv_scales is not None:
+            raise ValueError(f"kv_pages is {kv_pages.dtype}, which has no scales: pass kv_scales=None")
+    else:
+        names = [jnp.dtype(dtype).name for dtype in FLOAT_DTYPES] + list(QUANTIZED_MAX)
+        raise ValueError(f"kv_pages is {kv_pages.dtype} but must be one of {names}")
+    _check_array("slot_mapping", slot_mapping, (num_tokens,), jnp.int32)

@@ -1,0 +1,184 @@
+"""Attention of a ragged batch of queries over a paged KV cache: the contract, its checks, its
+implementations.
+
+Shape letters: T tokens of the batch, B rows, N query heads, K kv heads, G = N/K, H head_dim, P pages per row.
+One call serves decode rows, rows of a few draft tokens, prefill chunks and whole prefills, mixed.
+The online softmax follows FlashAttention (arXiv:2205.14135), pages PagedAttention (arXiv:2309.06180), learned
+sinks gpt-oss, soft_cap Gemma 2. `cases.py` has the named shapes that every implementation is tested with.
+"""
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+# implementation -> the module that holds a function `ragged_paged_attention` of the signature below, less
+# `implementation`. Imported on first use, so that a CPU run never loads an accelerator's Pallas lowering.
+IMPLEMENTATIONS = {
+    "reference": "pallas_kernels.ragged_paged_attention.reference",  # plain, dense, float32: the truth
+    "xla": "pallas_kernels.ragged_paged_attention.xla",  # the production path on CPU
+    "tpu": "pallas_kernels.ragged_paged_attention.tpu",  # Pallas Mosaic TPU
+    "gpu": "pallas_kernels.ragged_paged_attention.gpu",  # Pallas Mosaic GPU
+}
+QUANTIZED_DTYPES = (jnp.int8, jnp.int4, jnp.float8_e4m3fn)  # page dtypes that need kv_scales
+FLOAT_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)  # page dtypes that must not have kv_scales; q dtypes
+
+
+def ragged_paged_attention(
+    q: jax.Array,
+    kv_pages: jax.Array,
+    kv_scales: jax.Array | None,
+    page_table: jax.Array,
+    kv_lens: jax.Array,
+    cu_q_lens: jax.Array,
+    distribution: jax.Array,
+    *,
+    sm_scale: float,
+    max_q_len: int,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    sink_logits: jax.Array | None = None,
+    return_lse: bool = False,
+    implementation: str,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Causal attention of each row's query tokens over the row's pages.
+
+    The tokens of row b are q[cu_q_lens[b]:cu_q_lens[b+1]]; the last of them sits at kv position
+    kv_lens[b] - 1, the one before at kv_lens[b] - 2, and so on; this step's K and V are already in the pages.
+    Query head n reads kv head n // G. Scores, softmax and accumulation are float32.
+
+    Args:
+        q: [T, N, H], float32, bfloat16 or float16.
+        kv_pages: [num_pages, K, page_size, 2H]; K in lanes [0, H), V in [H, 2H). Page 0 is the null page. q's
+            dtype or another float dtype, or int8, int4, float8_e4m3fn (then value = scale * qvalue).
+        kv_scales: f32[num_pages, K, 2, page_size] (K scale, V scale) with quantized pages, else None.
+        page_table: i32[B, P]; position p of row b lies in page page_table[b, p // page_size]. Tails are 0,
+            and entries of pages that lie wholly behind the sliding window may be.
+        kv_lens: i32[B], tokens resident, this step's included; at most P * page_size; 0 in padded rows.
+        cu_q_lens: i32[B + 1], non-decreasing from 0; entries after num_seqs repeat cu_q_lens[num_seqs] <= T.
+        distribution: i32[3] = (decode_end, prefill_end, num_seqs), non-decreasing. Rows [0, decode_end) have
+            exactly one query token, so the token of row b is q[b]; rows [decode_end, num_seqs) have any
+            number up to max_q_len, 0 and 1 included. prefill_end is a hint: no value depends on it.
+        sm_scale: factor on q.k, before soft_cap.
+        max_q_len: static upper bound of the query tokens in one row. 1 is the pure decode program: decode_end
+            is num_seqs there.
+        sliding_window: a query at position p sees positions p - sliding_window < j <= p; None: all j <= p.
+        soft_cap: scores become soft_cap * tanh(scores / soft_cap); None leaves them.
+        sink_logits: f32[N], one more logit per head in the softmax's denominator that has no value.
+        return_lse: also return the log of the softmax's denominator (sink included).
+        implementation: a key of IMPLEMENTATIONS. There is no default and no falling back.
+
+    Returns:
+        [T, N, H] in q's dtype, or (that, f32[T, N]). Padded tokens (>= cu_q_lens[num_seqs]) and tokens of
+        rows with kv_lens 0 are zeros, their lse -inf. What lies in the null page, in unused pages and behind
+        kv_lens has no effect, NaN included.
+
+    Raises:
+        ValueError: a shape, dtype or option is outside this contract.
+        NotImplementedError: the implementation does not have this combination, or is not part of this build.
+    """
+    _validate(q, kv_pages, kv_scales, page_table, kv_lens, cu_q_lens, distribution)
+    _validate_options(q, sm_scale, max_q_len, sliding_window, soft_cap, sink_logits)
+    return _load(implementation)(
+        q,
+        kv_pages,
+        kv_scales,
+        page_table,
+        kv_lens,
+        cu_q_lens,
+        distribution,
+        sm_scale=sm_scale,
+        max_q_len=max_q_len,
+        sliding_window=sliding_window,
+        soft_cap=soft_cap,
+        sink_logits=sink_logits,
+        return_lse=return_lse,
+    )
+
+
+def _load(implementation: str) -> Callable[..., Any]:
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(
+            f"implementation {implementation!r} is unknown: choose one of {list(IMPLEMENTATIONS)}"
+        )
+    module = IMPLEMENTATIONS[implementation]
+    if importlib.util.find_spec(module) is None:
+        raise NotImplementedError(
+            f"ragged_paged_attention has no implementation {implementation!r} in this build: "
+            "use 'xla' or 'reference'"
+        )
+    return importlib.import_module(module).ragged_paged_attention
+
+
+def _check_array(name: str, x: jax.Array, shape: tuple[int, ...], dtype: Any) -> None:
+    if x.shape != shape or x.dtype != dtype:
+        raise ValueError(
+            f"{name} is {x.dtype}{list(x.shape)} but must be {jnp.dtype(dtype).name}{list(shape)}"
+        )
+
+
+def _validate(
+    q: jax.Array,
+    kv_pages: jax.Array,
+    kv_scales: jax.Array | None,
+    page_table: jax.Array,
+    kv_lens: jax.Array,
+    cu_q_lens: jax.Array,
+    distribution: jax.Array,
+) -> None:
+    if q.ndim != 3 or q.dtype not in FLOAT_DTYPES:
+        raise ValueError(
+            f"q is {q.dtype}{list(q.shape)} but must be [T, N, H] in float32, bfloat16 or float16"
+        )
+    if kv_pages.ndim != 4:
+        raise ValueError(f"kv_pages is {list(kv_pages.shape)} but must be [num_pages, K, page_size, 2H]")
+    num_pages, num_kv_heads, page_size, lanes = kv_pages.shape
+    _, num_q_heads, head_dim = q.shape
+    if lanes != 2 * head_dim:
+        raise ValueError(
+            f"kv_pages has {lanes} lanes but q has head_dim {head_dim}: lanes must be 2 * head_dim"
+        )
+    if num_q_heads % num_kv_heads:
+        raise ValueError(f"{num_q_heads} query heads are no multiple of {num_kv_heads} kv heads")
+    if kv_pages.dtype in QUANTIZED_DTYPES:
+        if kv_scales is None:
+            raise ValueError(
+                f"kv_pages is {kv_pages.dtype}: kv_scales f32[num_pages, K, 2, page_size] is required"
+            )
+        _check_array("kv_scales", kv_scales, (num_pages, num_kv_heads, 2, page_size), jnp.float32)
+    elif kv_pages.dtype in FLOAT_DTYPES:
+        if kv_scales is not None:
+            raise ValueError(f"kv_pages is {kv_pages.dtype}, which has no scales: pass kv_scales=None")
+    else:
+        names = [jnp.dtype(dtype).name for dtype in FLOAT_DTYPES + QUANTIZED_DTYPES]
+        raise ValueError(f"kv_pages is {kv_pages.dtype} but must be one of {names}")
+    if page_table.ndim != 2:
+        raise ValueError(f"page_table is {list(page_table.shape)} but must be i32[B, pages per row]")
+    num_rows, pages_per_row = page_table.shape
+    _check_array("page_table", page_table, (num_rows, pages_per_row), jnp.int32)
+    _check_array("kv_lens", kv_lens, (num_rows,), jnp.int32)
+    _check_array("cu_q_lens", cu_q_lens, (num_rows + 1,), jnp.int32)
+    _check_array("distribution", distribution, (3,), jnp.int32)
+
+
+def _validate_options(
+    q: jax.Array,
+    sm_scale: float,
+    max_q_len: int,
+    sliding_window: int | None,
+    soft_cap: float | None,
+    sink_logits: jax.Array | None,
+) -> None:
+    if not sm_scale > 0:
+        raise ValueError(f"sm_scale is {sm_scale} but must be positive")
+    if not max_q_len >= 1:
+        raise ValueError(f"max_q_len is {max_q_len} but must be at least 1")
+    if sliding_window is not None and sliding_window < 1:
+        raise ValueError(f"sliding_window is {sliding_window} but must be at least 1, or None for no window")
+    if soft_cap is not None and not soft_cap > 0:
+        raise ValueError(f"soft_cap is {soft_cap} but must be positive, or None for no cap")
+    if sink_logits is not None:
+        _check_array("sink_logits", sink_logits, (q.shape[1],), jnp.float32)
