@@ -1,0 +1,145 @@
+"""Pages of the KV cache: a free list, reference counts, and the prefix cache. Host integers only, no jax.
+
+A page is in exactly one state: free (on the free list), held (ref count >= 1), or cached (ref count 0, but its content is
+registered under a prefix hash and can be shared again). Cached pages are reclaimed, least recently used first, only when the
+free list is empty. Page 0 is the null page: padding writes there and nobody ever holds it.
+"""
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+
+NULL_PAGE = 0
+
+
+class OutOfPages(RuntimeError):
+    """Fewer pages are free than were asked for."""
+
+
+def hash_page(parent: bytes, token_ids: Sequence[int]) -> bytes:
+    """Key of a full page: a hash of its tokens chained to the page before it, so that equal keys mean equal prefixes."""
+    return blake2b(parent + array("q", token_ids).tobytes(), digest_size=16).digest()
+
+
+class PageAllocator:
+    """Hands out pages 1 .. num_pages - 1, each of `page_size` tokens.
+
+    `salt` names everything that changes K/V for equal tokens (model, dtype, cache dtype); it is part of every prefix key.
+    """
+
+    def __init__(
+        self, num_pages: int, page_size: int, enable_prefix_caching: bool = True, salt: bytes | str = b""
+    ):
+        if num_pages < 2:
+            raise ValueError(f"num_pages={num_pages} must be at least 2: page 0 is the null page")
+        if page_size < 1:
+            raise ValueError(f"page_size={page_size} must be at least 1")
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self._salt = salt.encode() if isinstance(salt, str) else salt
+        self._free = list(range(num_pages - 1, NULL_PAGE, -1))  # a stack: low pages first
+        self._ref_counts = [0] * num_pages
+        self._page_of: dict[bytes, int] = {}  # prefix key -> page
+        self._key_of: dict[int, bytes] = {}  # page -> prefix key
+        self._cached: OrderedDict[int, None] = OrderedDict()  # registered pages nobody holds, oldest first
+
+    @property
+    def num_free(self) -> int:
+        """Pages that `allocate` can hand out, cached ones included."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def num_used(self) -> int:
+        return self.num_pages - 1 - self.num_free
+
+    @property
+    def num_cached(self) -> int:
+        """Pages that hold a registered prefix and are held by nobody."""
+        return len(self._cached)
+
+    def num_pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_size)
+
+    def ref_count(self, page: int) -> int:
+        return self._ref_counts[page]
+
+    def allocate(self, n: int) -> list[int]:
+        """`n` pages with ref count 1, or OutOfPages with nothing changed."""
+        if n > self.num_free:
+            raise OutOfPages(f"{n} pages asked for, {self.num_free} of {self.num_pages - 1} free")
+        pages = []
+        for _ in range(n):
+            if self._free:
+                page = self._free.pop()
+            else:
+                page, _ = self._cached.popitem(last=False)
+                del self._page_of[self._key_of.pop(page)]
+            self._ref_counts[page] = 1
+            pages.append(page)
+        return pages
+
+    def share(self, pages: Iterable[int]) -> None:
+        """One more holder for each page; each must be held or cached."""
+        for page in pages:
+            if self._ref_counts[page] == 0:
+                if page not in self._cached:
+                    raise ValueError(f"page {page} is free: only a held or cached page can be shared")
+                del self._cached[page]
+            self._ref_counts[page] += 1
+
+    def free(self, pages: Sequence[int]) -> None:
+        """One holder fewer for each page. Pages of one sequence are given in order; their tail is reclaimed first."""
+        for page in reversed(pages):
+            if self._ref_counts[page] == 0:
+                raise ValueError(f"page {page} is freed more often than it is held")
+            self._ref_counts[page] -= 1
+            if self._ref_counts[page] == 0:
+                if page in self._key_of:
+                    self._cached[page] = None
+                else:
+                    self._free.append(page)
+
+    def root_key(self, cache_salt: str = "") -> bytes:
+        """The parent of every first page."""
+        return blake2b(self._salt + b"\0" + cache_salt.encode(), digest_size=16).digest()
+
+    def lookup(self, keys: Sequence[bytes]) -> list[int]:
+        """Pages of the longest prefix of `keys` that is registered. They are not yet held: `share` them."""
+        pages = []
+        for key in keys:
+            page = self._page_of.get(key)
+            if page is None:
+                break
+            pages.append(page)
+        return pages
+
+    def register(self, page: int, key: bytes) -> None:
+        """Offers a held, full and computed page under `key`. The first page registered under a key keeps it."""
+        if self._ref_counts[page] == 0:
+            raise ValueError(f"page {page} is not held: it cannot be registered")
+        if self.enable_prefix_caching and key not in self._page_of and page not in self._key_of:
+            self._page_of[key] = page
+            self._key_of[page] = key
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets every prefix (the weights changed). Held pages stay held."""
+        self._free.extend(self._cached)
+        self._cached.clear()
+        self._page_of.clear()
+        self._key_of.clear()
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError unless every page is in exactly one state. O(num_pages): for tests and idle moments."""
+        free, cached = set(self._free), set(self._cached)
+        held = {page for page, count in enumerate(self._ref_counts) if count > 0}
+        assert len(free) == len(self._free), "a page is twice on the free list"
+        assert min(self._ref_counts) >= 0, "a ref count is negative"
+        assert NULL_PAGE not in free | cached | held, "the null page was handed out"
+        assert not (free & cached or free & held or cached & held), "a page is in two states"
+        assert free | cached | held == set(range(1, self.num_pages)), "a page is lost"
+        assert {page: key for key, page in self._page_of.items()} == self._key_of, "the prefix maps disagree"
+        assert cached <= self._key_of.keys() <= cached | held, (
+            "a free page is registered, or a cached one is not"
+        )

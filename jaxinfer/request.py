@@ -1,0 +1,354 @@
+"""What a user sends and gets back: `SamplingParams` and `Request` in, `RequestOutput` out; `Sequence` is the running record.
+
+`SamplingParams` carries vLLM's field names and defaults. A value outside its range raises ValueError with the field, the value
+and the range; a field of vLLM that does not act here raises TypeError with what to use instead. Limits that need the model
+(vocabulary, `max_model_len`) are checked when the request is submitted.
+"""
+
+import enum
+import math
+import numbers
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+# Caps that keep one request from starving the others; all are documented in the field list of SamplingParams.
+MAX_N = 1024
+MAX_LOGPROBS = 20
+MAX_LABEL_IDS = 128  # stop_token_ids and logprob_token_ids
+MAX_BIAS_ENTRIES = 1024  # logit_bias and bad_words
+MAX_STOP_STRINGS = 64
+MAX_STRING_CHARS = 1000  # of one stop string or bad word
+MAX_TOKENS = 2**31 - 1
+GREEDY_BELOW = 1e-5  # a smaller temperature is greedy, as in vLLM: dividing by it would overflow float32
+
+UNSUPPORTED_FIELDS = {
+    "best_of": "use n and choose by cumulative_logprob",
+    "use_beam_search": "beam search is not a sampling mode here",
+    "length_penalty": "it belongs to beam search",
+    "early_stopping": "it belongs to beam search",
+    "guided_decoding": "use allowed_token_ids, or LLM(logits_processors=[...])",
+    "structured_outputs": "use allowed_token_ids, or LLM(logits_processors=[...])",
+    "logits_processors": "processors are traced into the step: pass LLM(logits_processors=[...]) and extra_args here",
+    "output_kind": "use LLM.stream for partial outputs",
+    "spaces_between_special_tokens": "text is always one decode of all ids",
+    "flat_logprobs": "logprobs are one dict per token",
+}
+
+
+def _real(name: str, value: Any, low: float, high: float, open_low: bool = False) -> float:
+    """`value` as a finite float in [low, high] (`(low, high]` when open_low), or ValueError."""
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if (
+        not is_number
+        or not math.isfinite(value)
+        or not (low < value if open_low else low <= value)
+        or value > high
+    ):
+        raise ValueError(f"{name}={value!r} must be a number in {'(' if open_low else '['}{low:g}, {high:g}]")
+    return float(value)
+
+
+def _integer(name: str, value: Any, low: int, high: int) -> int:
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or not low <= value <= high:
+        raise ValueError(f"{name}={value!r} must be an integer in [{low}, {high}]")
+    return int(value)
+
+
+def _many(name: str, values: Any, cap: int | None) -> list[Any]:
+    """The items of a list field; `cap` bounds its length."""
+    if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
+        raise ValueError(f"{name}={values!r} must be a list")
+    items = list(values)
+    if cap is not None and len(items) > cap:
+        raise ValueError(f"{name} has {len(items)} entries; at most {cap} are allowed")
+    return items
+
+
+def _token_ids(name: str, values: Any, cap: int | None) -> tuple[int, ...]:
+    return tuple(_integer(f"an id of {name}", v, 0, MAX_TOKENS) for v in _many(name, values, cap))
+
+
+def _strings(name: str, values: Any, cap: int) -> tuple[str, ...]:
+    items = _many(name, values, cap)
+    for text in items:
+        if not isinstance(text, str) or not 1 <= len(text) <= MAX_STRING_CHARS:
+            shown = repr(text) if len(repr(text)) < 80 else repr(text)[:77] + "..."
+            raise ValueError(
+                f"{name} holds {shown}; each must be a string of 1 to {MAX_STRING_CHARS} characters"
+            )
+    return tuple(items)
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to sample one request: vLLM's names and defaults. Greedy is `temperature=0`.
+
+    Raises ValueError (value out of range) or TypeError (a field that does not act here) on construction.
+    """
+
+    n: int = 1  # samples per prompt, 1 to 1024; they share the prompt's pages
+    presence_penalty: float = 0.0  # [-2, 2], counts output tokens only
+    frequency_penalty: float = 0.0  # [-2, 2], counts output tokens only
+    repetition_penalty: float = 1.0  # (0, 100], counts prompt and output tokens
+    temperature: float = 1.0  # [0, 100]; below 1e-5 is greedy
+    top_p: float = 1.0  # (0, 1]
+    top_k: int = 0  # 0 or -1: off; a value above the vocabulary is off too
+    min_p: float = 0.0  # [0, 1]
+    seed: int | None = None  # [0, 2^64); None or -1: drawn by the engine
+    stop: str | list[str] | tuple[str, ...] | None = None  # at most 64 strings of 1 to 1000 characters
+    stop_token_ids: list[int] | tuple[int, ...] | None = None  # at most 128; ignore_eos does not touch them
+    bad_words: list[str] | tuple[str, ...] | None = None  # at most 1024, each 1 to 1000 characters
+    logit_bias: Mapping[int, float] | None = None  # at most 1024 entries, each in [-100, 100]
+    allowed_token_ids: list[int] | tuple[int, ...] | None = None  # not empty
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False  # switches off every end id of the model, not stop_token_ids
+    min_tokens: int = 0  # no end before this many tokens: the first that may end is number min_tokens + 1
+    max_tokens: int | None = 16  # None: up to max_model_len; 0: score the prompt only
+    logprobs: int | None = None  # top entries per output token, 0 to 20, or -1 for the whole vocabulary
+    prompt_logprobs: int | None = None  # likewise per prompt token
+    logprob_token_ids: list[int] | tuple[int, ...] | None = None  # at most 128: also report these ids
+    truncate_prompt_tokens: int | None = None  # keep the last so many prompt tokens; -1: max_model_len
+    skip_special_tokens: bool = True
+    detokenize: bool = True
+    extra_args: Mapping[str, Any] | None = None  # for LLM(logits_processors=[...])
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> "SamplingParams":
+        for name in kwargs:
+            if name in UNSUPPORTED_FIELDS:
+                raise TypeError(f"SamplingParams has no {name}: {UNSUPPORTED_FIELDS[name]}")
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        def put(name: str, value: Any) -> None:
+            object.__setattr__(self, name, value)
+
+        put("n", _integer("n", self.n, 1, MAX_N))
+        for name in ("presence_penalty", "frequency_penalty"):
+            put(name, _real(name, getattr(self, name), -2, 2))
+        put("repetition_penalty", _real("repetition_penalty", self.repetition_penalty, 0, 100, open_low=True))
+        put("temperature", _real("temperature", self.temperature, 0, 100))
+        put("top_p", _real("top_p", self.top_p, 0, 1, open_low=True))
+        put("min_p", _real("min_p", self.min_p, 0, 1))
+        put("top_k", max(0, _integer("top_k", self.top_k, -1, MAX_TOKENS)))
+        if self.seed is not None:
+            seed = _integer("seed", self.seed, -1, 2**64 - 1)
+            put("seed", None if seed == -1 else seed)
+        put("min_tokens", _integer("min_tokens", self.min_tokens, 0, MAX_TOKENS))
+        if self.max_tokens is not None:
+            put("max_tokens", _integer("max_tokens", self.max_tokens, 0, MAX_TOKENS))
+            if self.min_tokens > self.max_tokens:
+                raise ValueError(f"min_tokens={self.min_tokens} must be at most max_tokens={self.max_tokens}")
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                put(name, _integer(name, getattr(self, name), -1, MAX_LOGPROBS))
+        if self.truncate_prompt_tokens is not None:
+            kept = _integer("truncate_prompt_tokens", self.truncate_prompt_tokens, -1, MAX_TOKENS)
+            if kept == 0:
+                raise ValueError("truncate_prompt_tokens=0 must be -1 or at least 1")
+            put("truncate_prompt_tokens", kept)
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")
+
+        stop = () if self.stop is None else (self.stop,) if isinstance(self.stop, str) else self.stop
+        put("stop", _strings("stop", stop, MAX_STOP_STRINGS))
+        if self.stop and not self.detokenize:
+            raise ValueError(f"stop={self.stop!r} needs detokenize=True: stop strings are matched in text")
+        put("bad_words", _strings("bad_words", self.bad_words or (), MAX_BIAS_ENTRIES))
+        put("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids or (), MAX_LABEL_IDS))
+        if self.logprob_token_ids is not None:
+            put("logprob_token_ids", _token_ids("logprob_token_ids", self.logprob_token_ids, MAX_LABEL_IDS))
+        if self.allowed_token_ids is not None:
+            put("allowed_token_ids", _token_ids("allowed_token_ids", self.allowed_token_ids, None))
+            if not self.allowed_token_ids:
+                raise ValueError("allowed_token_ids=[] leaves no token to sample; None means all are allowed")
+        if self.logit_bias is not None:
+            put("logit_bias", _logit_bias(self.logit_bias))
+        if self.extra_args is not None and not isinstance(self.extra_args, Mapping):
+            raise ValueError(f"extra_args={self.extra_args!r} must be a dict")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < GREEDY_BELOW
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether sampling depends on the tokens so far (penalties, bad words, min_tokens)."""
+        penalised = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0
+        return bool(penalised or self.bad_words or self.min_tokens)
+
+    @property
+    def edits_logits(self) -> bool:
+        """Whether logits change before the temperature: greedy rows that do not can take the plain argmax."""
+        return self.needs_history or bool(self.logit_bias) or self.allowed_token_ids is not None
+
+
+def _logit_bias(bias: Any) -> dict[int, float]:
+    """Keys as token ids (JSON gives them as strings of digits), values in [-100, 100]."""
+    if not isinstance(bias, Mapping):
+        raise ValueError(f"logit_bias={bias!r} must be a dict of token id to number")
+    if len(bias) > MAX_BIAS_ENTRIES:
+        raise ValueError(f"logit_bias has {len(bias)} entries; at most {MAX_BIAS_ENTRIES} are allowed")
+    result = {}
+    for key, value in bias.items():
+        token = int(key) if isinstance(key, str) and key.isdecimal() else key
+        token = _integer("a key of logit_bias", token, 0, MAX_TOKENS)
+        result[token] = _real(f"logit_bias[{token}]", value, -100, 100)
+    return result
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the user sent, resolved by the engine: token ids, the united end ids of the model, a definite seed."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    end_token_ids: frozenset[int] = frozenset()
+    arrival_time: float = 0.0  # seconds on the engine's monotonic clock
+    priority: int = 0  # lower runs first; equal priorities in order of arrival
+    seed: int = 0  # [0, 2^64): params.seed, or drawn by the engine
+    prompt: str | None = None
+    cache_salt: str = (
+        ""  # whatever else changes K/V for this request (adapter name): its pages are shared only within it
+    )
+
+    def __post_init__(self) -> None:
+        if not self.prompt_token_ids:
+            raise ValueError(
+                f"request {self.request_id}: the prompt has no tokens; give at least one (BOS will do)"
+            )
+
+
+@dataclass(frozen=True)
+class Logprob:
+    logprob: float
+    rank: int | None = None  # 1 = the most probable token
+    decoded_token: str | None = None
+
+
+@dataclass
+class RequestMetrics:
+    """Times of one request in seconds on one monotonic clock, None until they happen."""
+
+    arrival_time: float
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    last_token_time: float | None = None
+    finished_time: float | None = None
+    num_output_tokens: int = 0
+    num_preemptions: int = 0
+
+    @property
+    def queue_s(self) -> float | None:
+        return None if self.first_scheduled_time is None else self.first_scheduled_time - self.arrival_time
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Arrival to the first token on the host."""
+        return None if self.first_token_time is None else self.first_token_time - self.arrival_time
+
+    @property
+    def tpot_s(self) -> float | None:
+        """(t_last - t_first) / (n - 1); None with fewer than two tokens."""
+        if self.first_token_time is None or self.last_token_time is None or self.num_output_tokens < 2:
+            return None
+        return (self.last_token_time - self.first_token_time) / (self.num_output_tokens - 1)
+
+    @property
+    def e2e_s(self) -> float | None:
+        return None if self.finished_time is None else self.finished_time - self.arrival_time
+
+
+class SequenceStatus(enum.Enum):
+    WAITING = "waiting"  # holds no pages and no row
+    RUNNING = "running"
+    PREEMPTED = "preempted"  # leaves its row as soon as no step in flight can write to its pages, then waits
+    FINISHED = "finished"
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """The running record of one sample of a request. Owned by the scheduler, except where a comment says otherwise."""
+
+    request: Request
+    index: int = 0  # which of the n samples
+    order: int = 0  # submission number: first come, first served within a priority
+    token_ids: list[int] = field(default_factory=list)  # prompt + output, as far as the host knows them
+    max_total_tokens: int = 0  # prompt + output tokens at which it ends with "length"
+    status: SequenceStatus = SequenceStatus.WAITING
+    row: int = -1  # in [0, max_num_seqs) while running
+    pages: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0  # tokens whose K/V is in the pages, steps in flight included
+    num_pending_tokens: int = 0  # sampled by steps in flight; their ids are on the device only
+    num_steps_in_flight: int = 0
+    page_hashes: list[bytes] = field(default_factory=list)  # prefix-cache keys of its first full pages
+    num_registered_pages: int = 0
+    claims: list[bytes | str] = field(default_factory=list)  # prefixes it computes while others wait for them
+    num_cached_tokens: int = 0  # prompt tokens not computed, at first admission
+    num_preemptions: int = 0
+    finish_reason: str | None = None  # "stop", "length" or "abort"
+    stop_reason: int | str | None = None  # the stop id or stop string; None for an end id of the model
+    # Filled by the engine:
+    metrics: RequestMetrics | None = None
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=list)
+    cumulative_logprob: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.request.prompt_token_ids)
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.request.params
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output tokens, those sampled in flight included."""
+        return len(self.token_ids) + self.num_pending_tokens
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def finished(self) -> bool:
+        return self.status is SequenceStatus.FINISHED
+
+    @property
+    def key(self) -> tuple[int, int, int]:
+        """Who goes first: priority, then arrival, then sample index."""
+        return (self.request.priority, self.order, self.index)
+
+
+@dataclass
+class CompletionOutput:
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None  # one dict per output token
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass
+class RequestOutput:
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    prompt_logprobs: list[dict[int, Logprob] | None] | None  # entry 0 is None
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics | None = None
+    num_cached_tokens: int = 0
+    error: str | None = None  # why this request was refused, its neighbours unaffected
