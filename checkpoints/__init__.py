@@ -1,0 +1,33 @@
+"""Published checkpoints: from a file or folder to a model's weights tree, and back."""
+
+from pathlib import Path
+
+from checkpoints import gguf, huggingface
+from checkpoints.loading import (
+    Checkpoint,
+    CheckpointError,
+    TensorSource,
+    load_weights,
+    weights_from_tree,
+)
+
+__all__ = [
+    "Checkpoint",
+    "CheckpointError",
+    "TensorSource",
+    "load_weights",
+    "open_checkpoint",
+    "weights_from_tree",
+]
+
+
+def open_checkpoint(path: str | Path) -> Checkpoint:
+    """Opens a GGUF file or a Hugging Face folder; no tensor is read yet. Raises CheckpointError."""
+    path = Path(path).expanduser()
+    if path.is_dir():
+        return huggingface.open_checkpoint(path)
+    if not path.is_file():
+        raise CheckpointError(f"{path} does not exist; give a .gguf file or a folder with config.json")
+    if path.suffix != ".gguf":
+        raise CheckpointError(f"{path} is neither a .gguf file nor a folder with config.json and safetensors")
+    return gguf.open_checkpoint(path)

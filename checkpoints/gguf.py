@@ -1,0 +1,360 @@
+"""GGUF files (llama.cpp's single-file format) as a `Checkpoint` with Hugging Face names, rows and config keys.
+
+The header is read here and not with `gguf.GGUFReader`, which makes one numpy object per vocabulary entry: 8 s and
+160 MB for a file of 98 MB. Block sizes and dequantization come from the `gguf` package. Format:
+https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+"""
+
+import math
+import os
+import re
+import struct
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import gguf
+import ml_dtypes
+import numpy as np
+
+from checkpoints.loading import Checkpoint, CheckpointError, TensorSource, settle_tied_head
+
+ARCHITECTURES = ("llama", "qwen3")  # general.architecture, the same word as Hugging Face's model_type
+
+# GGUF name -> Hugging Face name; the same for both architectures.
+HF_TENSOR_NAMES = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+    "output.bias": "lm_head.bias",
+    "blk.{layer}.attn_norm.weight": "model.layers.{layer}.input_layernorm.weight",
+    "blk.{layer}.attn_q.weight": "model.layers.{layer}.self_attn.q_proj.weight",
+    "blk.{layer}.attn_k.weight": "model.layers.{layer}.self_attn.k_proj.weight",
+    "blk.{layer}.attn_v.weight": "model.layers.{layer}.self_attn.v_proj.weight",
+    "blk.{layer}.attn_output.weight": "model.layers.{layer}.self_attn.o_proj.weight",
+    "blk.{layer}.attn_q.bias": "model.layers.{layer}.self_attn.q_proj.bias",
+    "blk.{layer}.attn_k.bias": "model.layers.{layer}.self_attn.k_proj.bias",
+    "blk.{layer}.attn_v.bias": "model.layers.{layer}.self_attn.v_proj.bias",
+    "blk.{layer}.attn_output.bias": "model.layers.{layer}.self_attn.o_proj.bias",
+    "blk.{layer}.attn_q_norm.weight": "model.layers.{layer}.self_attn.q_norm.weight",
+    "blk.{layer}.attn_k_norm.weight": "model.layers.{layer}.self_attn.k_norm.weight",
+    "blk.{layer}.ffn_norm.weight": "model.layers.{layer}.post_attention_layernorm.weight",
+    "blk.{layer}.ffn_gate.weight": "model.layers.{layer}.mlp.gate_proj.weight",
+    "blk.{layer}.ffn_up.weight": "model.layers.{layer}.mlp.up_proj.weight",
+    "blk.{layer}.ffn_down.weight": "model.layers.{layer}.mlp.down_proj.weight",
+    "blk.{layer}.ffn_gate.bias": "model.layers.{layer}.mlp.gate_proj.bias",
+    "blk.{layer}.ffn_up.bias": "model.layers.{layer}.mlp.up_proj.bias",
+    "blk.{layer}.ffn_down.bias": "model.layers.{layer}.mlp.down_proj.bias",
+}
+ROPE_FREQS = "rope_freqs.weight"  # llama3 scaling as one divisor per frequency, f32[H/2]; becomes config
+
+# "{arch}." + key -> config.json key; these are copied as they are.
+HF_CONFIG_KEYS = {
+    "block_count": "num_hidden_layers",
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.sliding_window": "sliding_window",
+    "rope.freq_base": "rope_theta",
+}
+# Keys that `_config` translates or checks by hand; any other "{arch}." key is refused by name.
+CHECKED_KEYS = {
+    "vocab_size",
+    "attention.key_length",
+    "attention.value_length",
+    "rope.dimension_count",
+    "rope.scale_linear",
+    "rope.scaling.type",
+    "rope.scaling.factor",
+    "rope.scaling.original_context_length",
+    "rope.scaling.finetuned",
+}
+
+# The type of the array that is read; what the file holds in blocks is dequantized to float32.
+READ_DTYPES = {
+    gguf.GGMLQuantizationType.F32: np.dtype(np.float32),
+    gguf.GGMLQuantizationType.F16: np.dtype(np.float16),
+    gguf.GGMLQuantizationType.BF16: np.dtype(ml_dtypes.bfloat16),
+    gguf.GGMLQuantizationType.Q8_0: np.dtype(np.float32),
+    gguf.GGMLQuantizationType.Q4_0: np.dtype(np.float32),
+    gguf.GGMLQuantizationType.Q4_1: np.dtype(np.float32),
+}
+PLAIN_TYPES = {
+    gguf.GGMLQuantizationType.F32,
+    gguf.GGMLQuantizationType.F16,
+    gguf.GGMLQuantizationType.BF16,
+}
+
+SCALAR_FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+STRING, ARRAY = 8, 9
+
+
+@dataclass(frozen=True)
+class GGUFTensor:
+    """Where a tensor lies: `shape` in numpy order (slowest axis first), `offset` and `nbytes` in the file."""
+
+    shape: tuple[int, ...]
+    type: gguf.GGMLQuantizationType
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class GGUFHeader:
+    """All key-value pairs (the tokenizer's included) as Python values, and the tensors by GGUF name."""
+
+    metadata: dict[str, Any]
+    tensors: dict[str, GGUFTensor]
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Opens a GGUF file of one of ARCHITECTURES. Raises CheckpointError for what it cannot translate, by name."""
+    header = read_header(path)
+    metadata = header.metadata
+    architecture = metadata.get("general.architecture")
+    if architecture not in ARCHITECTURES:
+        raise CheckpointError(
+            f"{path}: architecture {architecture!r} is not one of {', '.join(ARCHITECTURES)}"
+        )
+    if metadata.get("split.count", 1) > 1:
+        raise CheckpointError(
+            f"{path} is one of {metadata['split.count']} parts; join them with llama.cpp's gguf-split --merge"
+        )
+    if not header.tensors:
+        raise CheckpointError(f"{path} holds a vocabulary but no tensors, so it cannot be used as a model")
+    config = _config(path, header)
+    tensors = {}
+    for name, tensor in header.tensors.items():
+        if name == ROPE_FREQS:
+            continue
+        tensors[_hf_name(name)] = _source(path, name, tensor, _permuted_head_dim(name, config))
+    settle_tied_head(config, tensors, path)
+    end_keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
+    end_token_ids = tuple(dict.fromkeys(metadata[key] for key in end_keys if key in metadata))
+    return Checkpoint(config, tensors, None, end_token_ids, path, "gguf")
+
+
+def _hf_name(name: str) -> str:
+    """The Hugging Face name, or the name itself when the table lacks it (`load_weights` then refuses it by name)."""
+    layer = re.match(r"blk\.(\d+)\.", name)
+    if layer is None:
+        return HF_TENSOR_NAMES.get(name, name)
+    pattern = "blk.{layer}." + name[layer.end() :]
+    return HF_TENSOR_NAMES.get(pattern, name).replace("{layer}", layer.group(1))
+
+
+def _permuted_head_dim(name: str, config: dict[str, Any]) -> int | None:
+    """head_dim when the rows of this tensor are stored in llama.cpp's interleaved rope order, else None.
+
+    Only converters for llama reorder rows (q and k: weight and bias), each head by itself, so the number of q or
+    kv heads does not matter here; qwen3 files keep the published order.
+    """
+    if config["model_type"] == "llama" and re.search(r"\.attn_[qk]\.(weight|bias)$", name):
+        return config["head_dim"]
+    return None
+
+
+def _config(path: Path, header: GGUFHeader) -> dict[str, Any]:
+    architecture = header.metadata["general.architecture"]
+    prefix = architecture + "."
+    keys = {key.removeprefix(prefix): v for key, v in header.metadata.items() if key.startswith(prefix)}
+    unknown = sorted(set(keys) - set(HF_CONFIG_KEYS) - CHECKED_KEYS)
+    if unknown:
+        raise CheckpointError(f"{path}: not supported: {', '.join(prefix + key for key in unknown)}")
+    config: dict[str, Any] = {"model_type": architecture, "hidden_act": "silu"}
+    for key, hf_key in HF_CONFIG_KEYS.items():
+        if key in keys:
+            config[hf_key] = keys[key]
+    required = ("block_count", "embedding_length", "feed_forward_length", "attention.head_count")
+    lacking = [prefix + key for key in required if key not in keys]
+    lacking += [name for name in ("token_embd.weight",) if name not in header.tensors]
+    if lacking:
+        raise CheckpointError(f"{path} lacks {', '.join(lacking)}")
+    heads = config["num_attention_heads"]
+    config.setdefault("num_key_value_heads", heads)
+    config["head_dim"] = keys.get("attention.key_length", config["hidden_size"] // heads)
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if keys.get(key, config["head_dim"]) != config["head_dim"]:
+            raise CheckpointError(
+                f"{path}: {prefix}{key} {keys[key]} differs from the head_dim {config['head_dim']}: not supported"
+            )
+    config["vocab_size"] = header.tensors["token_embd.weight"].shape[0]
+    config["attention_bias"] = "blk.0.attn_q.bias" in header.tensors
+    config["mlp_bias"] = "blk.0.ffn_gate.bias" in header.tensors
+    config["rope_theta"] = config.get("rope_theta", 10000.0)  # llama.cpp's default for both architectures
+    config["rope_scaling"] = _rope_scaling(path, header, keys, config)
+    for name in ("bos", "eos"):
+        if f"tokenizer.ggml.{name}_token_id" in header.metadata:
+            config[f"{name}_token_id"] = header.metadata[f"tokenizer.ggml.{name}_token_id"]
+    return config
+
+
+def _rope_scaling(
+    path: Path, header: GGUFHeader, keys: dict[str, Any], config: dict[str, Any]
+) -> dict[str, Any] | None:
+    """config.json's rope_scaling from the scaling keys, or from the rope_freqs tensor that llama3 files carry."""
+    kind = keys.get("rope.scaling.type", "linear" if "rope.scale_linear" in keys else "none")
+    factor = keys.get("rope.scaling.factor", keys.get("rope.scale_linear", 1.0))
+    if ROPE_FREQS in header.tensors:
+        if kind != "none":
+            raise CheckpointError(
+                f"{path} has {ROPE_FREQS} and rope scaling {kind!r}: not supported together"
+            )
+        divisors = _source(path, ROPE_FREQS, header.tensors[ROPE_FREQS], None).read()
+        return _llama3_scaling(path, divisors, config)
+    if kind == "none" or (kind == "linear" and factor == 1.0):
+        return None
+    scaling = {"rope_type": kind, "factor": factor}
+    if "rope.scaling.original_context_length" in keys:
+        scaling["original_max_position_embeddings"] = keys["rope.scaling.original_context_length"]
+    return scaling
+
+
+def _llama3_scaling(path: Path, divisors: np.ndarray, config: dict[str, Any]) -> dict[str, Any]:
+    """The llama3 rule that gives these frequency divisors (f32[H/2]).
+
+    Only original/low and original/high matter, so one ratio high/low (4, the only one published) and the powers
+    of two cover the files there are; what none of them reproduces is refused.
+    """
+    head_dim, factor = config["head_dim"], float(divisors.max())
+    if divisors.shape == (head_dim // 2,):
+        wavelengths = 2 * math.pi * config["rope_theta"] ** (np.arange(0, head_dim, 2) / head_dim)
+        for original in (8192, *(2**n for n in range(4, 21))):
+            smooth = np.clip((original / wavelengths - 1.0) / (4.0 - 1.0), 0.0, 1.0)
+            if np.allclose(1 / divisors, (1 - smooth) / factor + smooth, rtol=1e-4):
+                return {
+                    "rope_type": "llama3",
+                    "factor": factor,
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": original,
+                }
+    raise CheckpointError(
+        f"{path}: the frequencies in {ROPE_FREQS} do not follow llama3 scaling: not supported"
+    )
+
+
+def _source(path: Path, name: str, tensor: GGUFTensor, permuted_head_dim: int | None) -> TensorSource:
+    if tensor.type not in READ_DTYPES:
+        raise CheckpointError(
+            f"{path}: {name} has type {tensor.type.name}; supported are {', '.join(t.name for t in READ_DTYPES)}"
+        )
+    read_rows = partial(_read_rows, path, tensor)
+    if permuted_head_dim is not None:
+        read_rows = partial(_read_rope_rows, path, tensor, permuted_head_dim)
+    return TensorSource(tensor.shape, READ_DTYPES[tensor.type], tensor.nbytes, read_rows)
+
+
+def _read_rows(path: Path, tensor: GGUFTensor, start: int, stop: int) -> np.ndarray:
+    # Plain reads, no memory map: pages of a mapped file count as resident memory until the system drops them.
+    rows = tensor.shape[0] if tensor.shape else 1
+    row_bytes = tensor.nbytes // max(1, rows)
+    raw = np.fromfile(path, np.uint8, (stop - start) * row_bytes, offset=tensor.offset + start * row_bytes)
+    if tensor.type in PLAIN_TYPES:
+        values = raw.view(READ_DTYPES[tensor.type])
+    else:
+        values = gguf.dequantize(raw.reshape(stop - start, row_bytes), tensor.type)
+    return values.reshape(stop - start, *tensor.shape[1:])
+
+
+def _read_rope_rows(path: Path, tensor: GGUFTensor, head_dim: int, start: int, stop: int) -> np.ndarray:
+    """Rows in the published order: [N, H/2, 2, D] in the file is [N, 2, H/2, D] with Hugging Face."""
+    first = start // head_dim * head_dim
+    last = -(-stop // head_dim) * head_dim
+    rows = _read_rows(path, tensor, first, last)  # whole heads
+    heads = rows.reshape(-1, head_dim // 2, 2, *rows.shape[1:])
+    return heads.swapaxes(1, 2).reshape(rows.shape)[start - first : stop - first]
+
+
+def read_header(path: Path) -> GGUFHeader:
+    """Reads metadata and tensor positions. Raises CheckpointError for a file that is not whole and valid GGUF."""
+    size = os.path.getsize(path)
+    with open(path, "rb") as file:
+        reader = _Reader(path, file, size)
+        if reader.take(4) != b"GGUF":
+            raise CheckpointError(f"{path} is not a GGUF file: it does not start with the letters GGUF")
+        version = reader.scalar("I")
+        if version not in (2, 3):
+            raise CheckpointError(
+                f"{path}: GGUF version {version} (or byte order) is not supported; 2 and 3 are"
+            )
+        tensor_count, pair_count = reader.scalar("Q"), reader.scalar("Q")
+        metadata: dict[str, Any] = {}
+        for _ in range(pair_count):
+            key = reader.string()
+            if key in metadata:
+                raise CheckpointError(f"{path}: metadata key {key} appears twice")
+            metadata[key] = reader.value(reader.scalar("I"))
+        infos = [reader.tensor_info() for _ in range(tensor_count)]
+        alignment = metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise CheckpointError(f"{path}: general.alignment {alignment!r} is not a positive number")
+        data_start = -(-file.tell() // alignment) * alignment
+    tensors: dict[str, GGUFTensor] = {}
+    expected = data_start if infos else 0
+    for name, shape, kind, offset in infos:
+        if name in tensors:
+            raise CheckpointError(f"{path}: tensor {name} appears twice")
+        block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+        if shape and shape[-1] % block:
+            raise CheckpointError(
+                f"{path}: {name} has rows of {shape[-1]}, not a multiple of {kind.name}'s {block}"
+            )
+        nbytes = math.prod(shape) // block * block_bytes
+        tensors[name] = GGUFTensor(shape, kind, data_start + offset, nbytes)
+        expected = max(expected, data_start + offset + nbytes)
+    if size < expected:
+        raise CheckpointError(
+            f"{path} is truncated: its header says {expected:,} bytes, the file has {size:,}; fetch it again"
+        )
+    return GGUFHeader(metadata, tensors)
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """Little-endian reads that never ask for more than the file holds."""
+
+    path: Path
+    file: BinaryIO
+    size: int
+
+    def take(self, count: int) -> bytes:
+        data = self.file.read(count) if count <= self.size else b""
+        if len(data) != count:
+            raise CheckpointError(
+                f"{self.path} is truncated: its header goes on for {count:,} bytes past the file's {self.size:,}"
+            )
+        return data
+
+    def scalar(self, code: str) -> Any:
+        return struct.unpack("<" + code, self.take(struct.calcsize("<" + code)))[0]
+
+    def string(self) -> str:
+        return self.take(self.scalar("Q")).decode("utf-8", errors="replace")
+
+    def value(self, kind: int) -> Any:
+        if kind in SCALAR_FORMATS:
+            return self.scalar(SCALAR_FORMATS[kind])
+        if kind == STRING:
+            return self.string()
+        if kind != ARRAY:
+            raise CheckpointError(f"{self.path}: metadata type {kind} is not known")
+        item_kind, count = self.scalar("I"), self.scalar("Q")
+        if item_kind in SCALAR_FORMATS:
+            code = np.dtype(SCALAR_FORMATS[item_kind]).newbyteorder("<")
+            return np.frombuffer(self.take(count * code.itemsize), code).tolist()
+        return [self.value(item_kind) for _ in range(count)]
+
+    def tensor_info(self) -> tuple[str, tuple[int, ...], gguf.GGMLQuantizationType, int]:
+        name, axes = self.string(), self.scalar("I")
+        shape = tuple(reversed([self.scalar("Q") for _ in range(axes)]))
+        kind = self.scalar("I")
+        try:
+            ggml_type = gguf.GGMLQuantizationType(kind)
+        except ValueError:
+            raise CheckpointError(f"{self.path}: {name} has the unknown type number {kind}") from None
+        return name, shape, ggml_type, self.scalar("Q")

@@ -1,0 +1,236 @@
+"""What every checkpoint format shares: lazily read tensors with Hugging Face names, and the way from there to a weights tree.
+
+A format file (huggingface, gguf) turns a path into a `Checkpoint`; `load_weights` turns a `Checkpoint` into the
+weights of a model module. Nothing here unpickles or executes anything from a checkpoint.
+"""
+
+import logging
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+logger = logging.getLogger(__name__)
+
+# Rows are read and converted in pieces of this many elements, so that the float32 form of a large quantized
+# matrix never exists as a whole: it alone would break the 1.3x bound on the peak while loading.
+CHUNK_ELEMENTS = 1 << 20
+
+# Tensors that older exporters wrote although they can be computed from the config.
+IGNORED_TENSORS = re.compile(r"(?:^|\.)rotary_emb\.inv_freq$")
+
+EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be used, in one sentence: which file, what is wrong, what to do."""
+
+
+@dataclass(frozen=True)
+class TensorSource:
+    """One tensor of a checkpoint file; nothing is read before `read` or `read_rows`.
+
+    `shape` and `dtype` are those of the array that is read (quantized file types read as float32); `nbytes` is
+    the size in the file. `read_rows(start, stop)` reads that part of the first axis into new memory.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    nbytes: int
+    read_rows: Callable[[int, int], np.ndarray] = field(repr=False)
+
+    def read(self) -> np.ndarray:
+        """The whole tensor, `shape` and `dtype` as the fields say."""
+        return self.read_rows(0, self.shape[0] if self.shape else 1).reshape(self.shape)
+
+    def chunks(self) -> Iterator[tuple[slice, np.ndarray]]:
+        """The tensor in pieces of about CHUNK_ELEMENTS along its first axis (at least one axis)."""
+        rows = max(1, CHUNK_ELEMENTS // max(1, math.prod(self.shape[1:])))
+        for start in range(0, self.shape[0], rows):
+            part = slice(start, min(start + rows, self.shape[0]))
+            yield part, self.read_rows(part.start, part.stop)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """An opened checkpoint: `config` has the keys of Hugging Face's config.json, `tensors` its tensor names."""
+
+    config: dict[str, Any]
+    tensors: dict[str, TensorSource]
+    generation_config: dict[str, Any] | None
+    end_token_ids: tuple[int, ...]
+    path: Path
+    kind: Literal["gguf", "huggingface"]
+
+
+def settle_tied_head(config: dict[str, Any], tensors: dict[str, TensorSource], path: Path) -> None:
+    """Writes `tie_word_embeddings` into `config` so that it says what the file holds; changes both in place.
+
+    The flag may be missing or sit in a nested `text_config`: then a file without its own head is tied. A flag
+    that says tied beside a head that differs from the embedding gives way to the file (with a warning); an equal
+    copy of the embedding is dropped. Says untied but has no head: left, and `load_weights` names the tensor.
+    """
+    nested = config.get("text_config") or {}
+    tied = config.get("tie_word_embeddings", nested.get("tie_word_embeddings"))
+    if tied is None:
+        tied = HEAD not in tensors
+    elif tied and HEAD in tensors:
+        if EMBED in tensors and _equal(tensors[HEAD], tensors[EMBED]):
+            del tensors[HEAD]
+        else:
+            logger.warning(
+                "%s: tie_word_embeddings is true, but the file has its own %s; using the file's head",
+                path,
+                HEAD,
+            )
+            tied = False
+    config["tie_word_embeddings"] = bool(tied)
+
+
+def _equal(a: TensorSource, b: TensorSource) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return all(
+        np.array_equal(x.view(np.uint8), y.view(np.uint8))
+        for (_, x), (_, y) in zip(a.chunks(), b.chunks(), strict=True)
+    )
+
+
+def load_weights(
+    checkpoint: Checkpoint, model_module: ModuleType, config: Any, dtype: Any, sharding: Any = None
+) -> Any:
+    """The weights tree of `model_module` for `config`, read from `checkpoint` one tensor at a time.
+
+    Tensors that the file stores with one axis (norms, biases) become float32, all others `dtype`. `sharding` is
+    None (the default device), one `jax.sharding.Sharding` for every leaf, or a tree of them shaped like the
+    weights. Peak host memory is the loaded weights plus a few chunks; on CPU the arrays that are filled here
+    are the weights (no second copy).
+
+    Raises CheckpointError naming every leaf without a tensor, every tensor without a leaf and every wrong shape.
+    """
+    leaves, treedef = weight_leaves(model_module, config)
+    sources = _match(checkpoint, model_module.HF_NAMES, leaves)
+    shardings = _leaf_shardings(sharding, leaves, treedef)
+    arrays = []
+    for leaf, leaf_sharding in zip(leaves, shardings, strict=True):
+        source = sources[leaf]
+        wanted = np.dtype(np.float32) if len(source.shape) == 1 else np.dtype(dtype)
+        host = _read_as(source, wanted).reshape(leaves[leaf].shape)
+        # Wait for the copy to an accelerator, or host buffers of many tensors would be alive at once.
+        arrays.append(jax.block_until_ready(jax.device_put(host, leaf_sharding)))
+    return jax.tree.unflatten(treedef, arrays)
+
+
+def weights_from_tree(tree: Mapping[str, Any], model_module: ModuleType, config: Any) -> Any:
+    """The weights tree of `model_module` from a nested dict (or list, tuple, flax tree) with our own leaf names.
+
+    `tree["layers"][0]["q_proj"]`, or the key "0" for the layer, is the leaf `layers.0.q_proj`. Arrays keep their
+    dtype and device; shapes must be exactly those of the model.
+
+    Raises CheckpointError naming every missing, superfluous or wrongly shaped leaf.
+    """
+    leaves, treedef = weight_leaves(model_module, config)
+    given = dict(named_leaves(tree))
+    problems = [f"{name} is missing" for name in leaves if name not in given]
+    problems += [f"{name} is no leaf of the model" for name in given if name not in leaves]
+    problems += [
+        f"{name} has shape {list(given[name].shape)} instead of {list(leaf.shape)}"
+        for name, leaf in leaves.items()
+        if name in given and tuple(given[name].shape) != leaf.shape
+    ]
+    if problems:
+        raise CheckpointError(f"the given weights tree does not fit the config: {'; '.join(problems)}")
+    return jax.tree.unflatten(treedef, [given[name] for name in leaves])
+
+
+def weight_leaves(model_module: ModuleType, config: Any) -> tuple[dict[str, jax.ShapeDtypeStruct], Any]:
+    """Leaf paths such as "layers.0.q_proj" with their shapes, in the order of the tree, and the tree's structure."""
+    shapes = jax.eval_shape(lambda: model_module.init(config, jax.random.key(0)))
+    return dict(named_leaves(shapes)), jax.tree.structure(shapes)
+
+
+def named_leaves(tree: Any) -> list[tuple[str, Any]]:
+    """(dotted path, leaf) of a pytree, in its order."""
+    return [
+        (jax.tree_util.keystr(path, simple=True, separator="."), leaf)
+        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
+    ]
+
+
+def _match(
+    checkpoint: Checkpoint, hf_names: Mapping[str, str], leaves: Mapping[str, jax.ShapeDtypeStruct]
+) -> dict[str, TensorSource]:
+    """The tensor of each leaf; raises CheckpointError with all that is missing, left over or wrongly shaped."""
+    name_patterns = {leaf_pattern: name_pattern for name_pattern, leaf_pattern in hf_names.items()}
+    unused = {name for name in checkpoint.tensors if not IGNORED_TENSORS.search(name)}
+    missing, wrong, sources = [], [], {}
+    for leaf, struct in leaves.items():
+        layer = re.search(r"(?<=\blayers\.)\d+", leaf)
+        leaf_pattern = re.sub(r"(?<=\blayers\.)\d+", "{layer}", leaf)
+        name = name_patterns[leaf_pattern].replace("{layer}", layer.group() if layer else "")
+        if name not in checkpoint.tensors:
+            missing.append(name)
+            continue
+        unused.discard(name)
+        source = checkpoint.tensors[name]
+        if not _merges_to(struct.shape, source.shape):
+            wrong.append(
+                f"{name} is {list(source.shape)} in the file, the config asks for {list(struct.shape)}"
+            )
+        elif not _is_floating(source.dtype):
+            wrong.append(f"{name} is {source.dtype} in the file; only floating point weights can be loaded")
+        sources[leaf] = source
+    problems = []
+    if missing:
+        problems.append(f"it lacks {', '.join(missing)}")
+    if unused:
+        problems.append(f"the model has no place for {', '.join(sorted(unused))}")
+    if problems or wrong:
+        raise CheckpointError(
+            f"{checkpoint.path} does not fit its own config: {'; '.join(problems + wrong)}. Nothing was loaded"
+        )
+    return sources
+
+
+def _merges_to(leaf_shape: tuple[int, ...], file_shape: tuple[int, ...]) -> bool:
+    """Whether `file_shape` is `leaf_shape` with neighbouring axes merged: [N, H, D] -> [N*H, D], never [D, N*H]."""
+    axes = list(leaf_shape)
+    for size in file_shape:
+        merged = 1
+        while axes and merged < size:
+            merged *= axes.pop(0)
+        if merged != size:
+            return False
+    return all(size == 1 for size in axes)
+
+
+def _is_floating(dtype: np.dtype) -> bool:
+    return jax.numpy.issubdtype(dtype, np.floating)
+
+
+def _read_as(source: TensorSource, dtype: np.dtype) -> np.ndarray:
+    """The tensor in `dtype`, in memory that jax can take over without copying it on CPU."""
+    out = _aligned_empty(source.shape, dtype)
+    for part, rows in source.chunks():
+        out[part] = rows
+    return out
+
+
+def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    # XLA:CPU aliases a numpy array only when it starts at a multiple of 64 bytes; numpy promises 16.
+    nbytes = math.prod(shape) * dtype.itemsize
+    buffer = np.empty(nbytes + 64, np.uint8)
+    start = -buffer.ctypes.data % 64
+    return buffer[start : start + nbytes].view(dtype).reshape(shape)
+
+
+def _leaf_shardings(sharding: Any, leaves: Mapping[str, Any], treedef: Any) -> list[Any]:
+    if sharding is None or isinstance(sharding, jax.sharding.Sharding):
+        return [sharding] * len(leaves)
+    return treedef.flatten_up_to(sharding)
