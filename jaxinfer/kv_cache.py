@@ -8,6 +8,7 @@ A page holds `page_size` tokens of one layer: `[num_pages, K, page_size, 2H]`, K
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -107,8 +108,8 @@ def pages_needed(num_tokens: int, page_size: int) -> int:
     return math.ceil(num_tokens / page_size)
 
 
-def slot_mapping(page_table: jax.Array, rows: jax.Array, indices: jax.Array, page_size: int) -> jax.Array:
-    """Slots of tokens, on host (numpy) or device alike.
+def slot_mapping(page_table: Any, rows: Any, indices: Any, page_size: int) -> Any:
+    """Slots of tokens, on host (numpy) or device (jax) alike.
 
     Args:
       page_table: i32[B, P].
