@@ -1,0 +1,59 @@
+"""The persistent compilation cache: compiled programs outlive the process.
+
+XLA:CPU entries hold machine code, so the folder's name carries the processor's features beside the versions:
+a home folder shared by different machines never serves one of them the other's code.
+"""
+
+import hashlib
+import logging
+import os
+import platform
+from pathlib import Path
+
+import jax
+import jaxlib
+import platformdirs
+from jax.experimental.compilation_cache import compilation_cache
+
+logger = logging.getLogger(__name__)
+
+
+def default_folder() -> Path:
+    """The folder used unless another is named: inside the user's cache folder."""
+    parts = [f"jax-{jax.__version__}", f"jaxlib-{jaxlib.__version__}", platform.machine(), _cpu_features()]
+    return Path(platformdirs.user_cache_dir("jaxinfer")) / "compiled" / "-".join(parts)
+
+
+def enable(folder: str | Path | None) -> Path | None:
+    """Use `folder` for compiled programs of any size and compile time; None switches the cache off.
+
+    A folder that cannot be written to is said once in the log, and nothing is cached.
+
+    Returns:
+      the folder in use, or None.
+    """
+    if folder is not None:
+        folder = Path(folder).expanduser()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if not os.access(folder, os.W_OK):
+                raise PermissionError("not writable")
+        except OSError as error:
+            logger.warning("programs are not cached: compilation cache folder %s: %s", folder, error)
+            folder = None
+    jax.config.update("jax_compilation_cache_dir", None if folder is None else str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    # jax decides on first use whether there is a cache; an array made before this call would have settled it.
+    compilation_cache.reset_cache()
+    return folder
+
+
+def _cpu_features() -> str:
+    """A short hash of the processor's instruction sets; of its name where those are not told."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        features = next(line for line in lines if line.lower().startswith(("flags", "features")))
+    except (OSError, StopIteration):
+        features = platform.processor()
+    return hashlib.sha256(" ".join(sorted(set(features.split()))).encode()).hexdigest()[:12]
