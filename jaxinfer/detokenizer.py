@@ -1,0 +1,165 @@
+"""Token ids to text, a few ids at a time: the pieces joined are one decode of all ids.
+
+The decoders of `tokenizers` need the whole list of ids. The ones that language models use keep little state
+between tokens, and that state is kept here: the bytes of a character that has not ended, and whether the text has begun.
+A decoder that is not known here is refused by name when the tokenizer is loaded.
+"""
+
+import codecs
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxinfer.tokenizer import Tokenizer
+
+BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+@dataclass(frozen=True)
+class DecoderRules:
+    """What the decoder of a tokenizer.json does to its tokens."""
+
+    byte_level: bool = False  # each character of a token stands for one byte (GPT-2)
+    space: str | None = None  # the character that stands for a space (SentencePiece)
+    byte_fallback: bool = False  # <0xNN> tokens are bytes
+    strip_start: int = 0  # so many spaces at the start of the text are dropped
+    first_token_spaces_dropped: bool = False  # Metaspace: the first token loses all of its space characters
+    separator: str = ""  # between tokens (a tokenizer without a decoder joins by spaces)
+
+
+def decoder_rules(decoder: Any) -> DecoderRules:
+    """Reads a `tokenizers` decoder (or None). Raises ValueError naming a decoder that cannot be streamed."""
+    if decoder is None:
+        return DecoderRules(separator=" ")
+    spec = json.loads(decoder.__getstate__())
+    steps = spec["decoders"] if spec["type"] == "Sequence" else [spec]
+    match [step["type"] for step in steps]:
+        case ["ByteLevel"]:
+            return DecoderRules(byte_level=True)
+        case ["Metaspace"]:
+            dropped = steps[0].get("prepend_scheme", "always") != "never"
+            return DecoderRules(space=steps[0]["replacement"], first_token_spaces_dropped=dropped)
+        case ["Replace", "ByteFallback", "Fuse", *rest]:
+            plain = steps[0]["pattern"].get("String"), steps[0]["content"]
+            if plain[0] and plain[1] == " " and rest in ([], ["Strip"]):
+                strip = steps[3] if rest else {"content": " ", "start": 0, "stop": 0}
+                if strip["content"] == " " and strip["stop"] == 0:
+                    return DecoderRules(space=plain[0], byte_fallback=True, strip_start=strip["start"])
+    raise ValueError(
+        f"the tokenizer's decoder {json.dumps(spec, ensure_ascii=False)} is not supported; supported are ByteLevel, "
+        "Metaspace and SentencePiece's Replace, ByteFallback, Fuse, Strip"
+    )
+
+
+class Detokenizer:
+    """The text of one sequence as its ids arrive.
+
+    `append` returns the text that the new ids complete, never half a character; `finish` returns what is left (the
+    replacement character for bytes that did not become one). All of it joined equals
+    `tokenizer.decode(prompt + ids)` without the text of the prompt. A prompt that ends inside a character is completed
+    by the text that follows it. Ids outside the vocabulary (padding rows of a model) have no text, as in `tokenizers`.
+    """
+
+    def __init__(
+        self,
+        tokenizer: "Tokenizer",
+        prompt_token_ids: Sequence[int] = (),
+        *,
+        skip_special_tokens: bool = True,
+    ):
+        self._tokenizer = tokenizer
+        self._hidden = tokenizer.special_token_ids if skip_special_tokens else frozenset()
+        rules = tokenizer.decoder_rules
+        self._stream: _Utf8Stream | _PieceStream = _Utf8Stream() if rules.byte_level else _PieceStream(rules)
+        self._seed(prompt_token_ids)
+
+    def append(self, token_ids: Iterable[int]) -> str:
+        """Takes ids, returns the new text."""
+        pieces = [self._stream.push(self._tokenizer, id_) for id_ in token_ids if id_ not in self._hidden]
+        return "".join(pieces)
+
+    def finish(self) -> str:
+        """No more ids come: returns the text that was waiting for them."""
+        return self._stream.finish()
+
+    def _seed(self, prompt_token_ids: Sequence[int]) -> None:
+        """Brings the stream to the state behind the prompt. A byte stream only needs the prompt's last character."""
+        if self._tokenizer.decoder_rules.byte_level:
+            start, num_bytes = len(prompt_token_ids), 0
+            while start > 0 and num_bytes < 3:  # an unfinished character has at most 3 bytes
+                start -= 1
+                if prompt_token_ids[start] not in self._hidden:
+                    num_bytes += len(self._tokenizer.id_to_bytes(prompt_token_ids[start]))
+            prompt_token_ids = prompt_token_ids[start:]
+        self.append(prompt_token_ids)
+        self._stream.drop_complete()
+
+
+class _Utf8Stream:
+    """Byte-level tokens: their bytes joined are UTF-8."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, tokenizer: "Tokenizer", token_id: int) -> str:
+        return self._decoder.decode(tokenizer.id_to_bytes(token_id))
+
+    def drop_complete(self) -> None:
+        pass  # complete characters are never held
+
+    def finish(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+class _PieceStream:
+    """Tokens that are text, with some that are single bytes (SentencePiece)."""
+
+    def __init__(self, rules: DecoderRules):
+        self._rules = rules
+        self._bytes = bytearray()  # of the byte tokens since the last other token
+        self._strip_left = rules.strip_start
+        self._started = False
+
+    def push(self, tokenizer: "Tokenizer", token_id: int) -> str:
+        token = tokenizer.id_to_token(token_id)
+        if token is None:
+            return ""
+        rules = self._rules
+        if rules.byte_fallback and (byte := BYTE_TOKEN.fullmatch(token)):
+            # Held until another token comes: one bad byte turns the whole run into replacement characters.
+            self._bytes.append(int(byte[1], 16))
+            return ""
+        if rules.space is not None:
+            drop = rules.first_token_spaces_dropped and not self._started
+            token = token.replace(rules.space, "" if drop else " ")
+        if self._started:
+            token = rules.separator + token
+        self._started = True
+        return self._strip(self._flush_bytes() + token)
+
+    def drop_complete(self) -> None:
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        if decoder.decode(bytes(self._bytes)):
+            self._strip_left = 0
+        self._bytes = bytearray(decoder.getstate()[0])
+
+    def finish(self) -> str:
+        return self._strip(self._flush_bytes())
+
+    def _flush_bytes(self) -> str:
+        run, self._bytes = bytes(self._bytes), bytearray()
+        try:
+            return run.decode("utf-8")
+        except UnicodeDecodeError:
+            return "\ufffd" * len(run)
+
+    def _strip(self, text: str) -> str:
+        if self._strip_left and text:
+            kept = text.lstrip(" ")
+            dropped = min(len(text) - len(kept), self._strip_left)
+            self._strip_left = 0 if kept else self._strip_left - dropped
+            text = text[dropped:]
+        return text
