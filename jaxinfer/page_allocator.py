@@ -1,8 +1,8 @@
 """Pages of the KV cache: a free list, reference counts, and the prefix cache. Host integers only, no jax.
 
-A page is in exactly one state: free (on the free list), held (ref count >= 1), or cached (ref count 0, but its content is
-registered under a prefix hash and can be shared again). Cached pages are reclaimed, least recently used first, only when the
-free list is empty. Page 0 is the null page: padding writes there and nobody ever holds it.
+A page is in exactly one state: free (on the free list), held (ref count >= 1), or cached (ref count 0, but its
+content is registered under a prefix key and can be shared again). Cached pages are reclaimed, least recently used
+first, only when the free list is empty. Page 0 is the null page: padding writes there and nobody ever holds it.
 """
 
 from array import array
@@ -18,14 +18,14 @@ class OutOfPages(RuntimeError):
 
 
 def hash_page(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """Key of a full page: a hash of its tokens chained to the page before it, so that equal keys mean equal prefixes."""
+    """Key of a full page: its tokens hashed with the key of the page before, so equal keys mean equal prefixes."""
     return blake2b(parent + array("q", token_ids).tobytes(), digest_size=16).digest()
 
 
 class PageAllocator:
     """Hands out pages 1 .. num_pages - 1, each of `page_size` tokens.
 
-    `salt` names everything that changes K/V for equal tokens (model, dtype, cache dtype); it is part of every prefix key.
+    `salt` names what changes K/V for equal tokens (model, dtype, cache dtype); it is part of every prefix key.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class PageAllocator:
             self._ref_counts[page] += 1
 
     def free(self, pages: Sequence[int]) -> None:
-        """One holder fewer for each page. Pages of one sequence are given in order; their tail is reclaimed first."""
+        """One holder fewer for each page. A sequence gives its pages in order: its tail is reclaimed first."""
         for page in reversed(pages):
             if self._ref_counts[page] == 0:
                 raise ValueError(f"page {page} is freed more often than it is held")
@@ -116,7 +116,7 @@ class PageAllocator:
         return pages
 
     def register(self, page: int, key: bytes) -> None:
-        """Offers a held, full and computed page under `key`. The first page registered under a key keeps it."""
+        """Offers a held, full and computed page under `key`; the first page registered keeps the key."""
         if self._ref_counts[page] == 0:
             raise ValueError(f"page {page} is not held: it cannot be registered")
         if self.enable_prefix_caching and key not in self._page_of and page not in self._key_of:
@@ -131,7 +131,7 @@ class PageAllocator:
         self._key_of.clear()
 
     def check_invariants(self) -> None:
-        """Raises AssertionError unless every page is in exactly one state. O(num_pages): for tests and idle moments."""
+        """Raises AssertionError unless every page is in exactly one state. O(num_pages): for tests."""
         free, cached = set(self._free), set(self._cached)
         held = {page for page, count in enumerate(self._ref_counts) if count > 0}
         assert len(free) == len(self._free), "a page is twice on the free list"

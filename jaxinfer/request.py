@@ -1,14 +1,14 @@
-"""What a user sends and gets back: `SamplingParams` and `Request` in, `RequestOutput` out; `Sequence` is the running record.
+"""What a user sends (`SamplingParams`, `Request`), what runs (`Sequence`), what the user gets (`RequestOutput`).
 
-`SamplingParams` carries vLLM's field names and defaults. A value outside its range raises ValueError with the field, the value
-and the range; a field of vLLM that does not act here raises TypeError with what to use instead. Limits that need the model
-(vocabulary, `max_model_len`) are checked when the request is submitted.
+`SamplingParams` carries vLLM's field names and defaults. A value outside its range raises ValueError with the
+field, the value and the range; a field of vLLM that does not act here raises TypeError with what to use instead.
+Limits that need the model (vocabulary, `max_model_len`) are checked when the request is submitted.
 """
 
 import enum
 import math
 import numbers
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +29,7 @@ UNSUPPORTED_FIELDS = {
     "early_stopping": "it belongs to beam search",
     "guided_decoding": "use allowed_token_ids, or LLM(logits_processors=[...])",
     "structured_outputs": "use allowed_token_ids, or LLM(logits_processors=[...])",
-    "logits_processors": "processors are traced into the step: pass LLM(logits_processors=[...]) and extra_args here",
+    "logits_processors": "pass functions to LLM(logits_processors=[...]) and their values in extra_args",
     "output_kind": "use LLM.stream for partial outputs",
     "spaces_between_special_tokens": "text is always one decode of all ids",
     "flat_logprobs": "logprobs are one dict per token",
@@ -50,7 +50,8 @@ def _real(name: str, value: Any, low: float, high: float, open_low: bool = False
 
 
 def _integer(name: str, value: Any, low: int, high: int) -> int:
-    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or not low <= value <= high:
+    is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if not is_integer or not low <= value <= high:
         raise ValueError(f"{name}={value!r} must be an integer in [{low}, {high}]")
     return int(value)
 
@@ -96,18 +97,18 @@ class SamplingParams:
     top_k: int = 0  # 0 or -1: off; a value above the vocabulary is off too
     min_p: float = 0.0  # [0, 1]
     seed: int | None = None  # [0, 2^64); None or -1: drawn by the engine
-    stop: str | list[str] | tuple[str, ...] | None = None  # at most 64 strings of 1 to 1000 characters
-    stop_token_ids: list[int] | tuple[int, ...] | None = None  # at most 128; ignore_eos does not touch them
-    bad_words: list[str] | tuple[str, ...] | None = None  # at most 1024, each 1 to 1000 characters
+    stop: Collection[str] = ()  # None, one string, or at most 64 strings of 1 to 1000 characters
+    stop_token_ids: Collection[int] = ()  # at most 128; ignore_eos does not touch them
+    bad_words: Collection[str] = ()  # at most 1024, each 1 to 1000 characters
     logit_bias: Mapping[int, float] | None = None  # at most 1024 entries, each in [-100, 100]
-    allowed_token_ids: list[int] | tuple[int, ...] | None = None  # not empty
+    allowed_token_ids: Collection[int] | None = None  # not empty
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False  # switches off every end id of the model, not stop_token_ids
     min_tokens: int = 0  # no end before this many tokens: the first that may end is number min_tokens + 1
     max_tokens: int | None = 16  # None: up to max_model_len; 0: score the prompt only
     logprobs: int | None = None  # top entries per output token, 0 to 20, or -1 for the whole vocabulary
     prompt_logprobs: int | None = None  # likewise per prompt token
-    logprob_token_ids: list[int] | tuple[int, ...] | None = None  # at most 128: also report these ids
+    logprob_token_ids: Collection[int] | None = None  # at most 128: also report these ids
     truncate_prompt_tokens: int | None = None  # keep the last so many prompt tokens; -1: max_model_len
     skip_special_tokens: bool = True
     detokenize: bool = True
@@ -151,7 +152,7 @@ class SamplingParams:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")
 
-        stop = () if self.stop is None else (self.stop,) if isinstance(self.stop, str) else self.stop
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
         put("stop", _strings("stop", stop, MAX_STOP_STRINGS))
         if self.stop and not self.detokenize:
             raise ValueError(f"stop={self.stop!r} needs detokenize=True: stop strings are matched in text")
@@ -200,7 +201,7 @@ def _logit_bias(bias: Any) -> dict[int, float]:
 
 @dataclass(frozen=True)
 class Request:
-    """What the user sent, resolved by the engine: token ids, the united end ids of the model, a definite seed."""
+    """What the user sent, resolved by the engine: token ids, the model's united end ids, a definite seed."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
@@ -270,7 +271,7 @@ class SequenceStatus(enum.Enum):
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """The running record of one sample of a request. Owned by the scheduler, except where a comment says otherwise."""
+    """The running record of one sample of a request. The scheduler writes it, except where a comment says so."""
 
     request: Request
     index: int = 0  # which of the n samples
@@ -285,7 +286,7 @@ class Sequence:
     num_steps_in_flight: int = 0
     page_hashes: list[bytes] = field(default_factory=list)  # prefix-cache keys of its first full pages
     num_registered_pages: int = 0
-    claims: list[bytes | str] = field(default_factory=list)  # prefixes it computes while others wait for them
+    claims: set[bytes | str] = field(default_factory=set)  # prefixes it computes while others wait for them
     num_cached_tokens: int = 0  # prompt tokens not computed, at first admission
     num_preemptions: int = 0
     finish_reason: str | None = None  # "stop", "length" or "abort"

@@ -1,0 +1,471 @@
+"""Who runs in the next step, on which pages, and what its result means. Host integers only, no jax, no clock.
+
+The engine's loop is `step = schedule()`, run it on the device, `commit(step, sampled)`. `schedule` may be called again
+before the commit (dispatch ahead): a sequence's counters move when it is scheduled, and `num_pending_tokens` counts
+the tokens whose ids only the device knows yet. Tokens sampled past the end of a sequence are dropped by `commit`.
+
+A step holds one query token of every decoding row first, then prompt chunks up to `max_num_batched_tokens`. Requests
+are admitted in order of (priority, arrival). Admission takes pages for all tokens known so far, so only decoding
+grows; when it cannot, the last in that order is preempted: it gives its pages back and later computes its prompt and
+output again, without sampling them again.
+"""
+
+import heapq
+from bisect import insort
+from collections import deque
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from jaxinfer.page_allocator import PageAllocator, hash_page
+from jaxinfer.request import Request, Sequence, SequenceStatus
+
+
+class RequestTooLong(ValueError):
+    """The request can never fit, whatever else runs."""
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    max_num_seqs: int  # rows
+    max_num_batched_tokens: int  # query tokens in one step, decode rows included
+    max_model_len: int  # prompt + output tokens of one sequence
+    max_num_partial_prefills: int = 1  # prompts that may be under way in chunks at the same time
+    decode_steps: int = 8  # k: tokens per row and step when every row decodes and nothing waits
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_model_len", "max_num_partial_prefills", "decode_steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens} must be at least "
+                f"max_num_seqs={self.max_num_seqs}: every decoding row needs one token per step"
+            )
+
+
+class ScheduledRow(NamedTuple):
+    seq: Sequence
+    start: int  # position of the first query token
+    num_tokens: int  # query tokens of the step (of its first iteration, when num_steps > 1)
+    num_samples: (
+        int  # 0: chunk of an unfinished prompt; else 1, up to num_steps. Later iterations must not write
+    )
+    from_row: bool  # the input id is the row's last token on the device; the host does not know it yet
+
+    @property
+    def samples(self) -> bool:
+        return self.num_samples > 0
+
+
+@dataclass(frozen=True)
+class ScheduledStep:
+    rows: tuple[ScheduledRow, ...]  # those with one query token first
+    num_steps: int  # k
+    num_tokens: int  # query tokens of all rows
+    page_copies: tuple[tuple[int, int], ...]  # (source, destination), to be done before the step runs
+    admitted: tuple[Sequence, ...]  # sequences that got their row in this step: their row state starts anew
+
+
+@dataclass(frozen=True)
+class SchedulerStats:
+    num_running: int
+    num_waiting: int
+    pages_used: int
+    pages_total: int
+    num_preemptions: int
+    num_prompt_tokens: int  # of sequences admitted for the first time
+    num_cached_tokens: int  # those of them that were not computed
+
+
+class Scheduler:
+    def __init__(self, config: SchedulerConfig, allocator: PageAllocator):
+        self.config = config
+        self.allocator = allocator
+        self.running: list[Sequence] = []  # ordered by key
+        self._sequences: dict[str, list[Sequence]] = {}  # unfinished requests
+        self._waiting: list[
+            tuple[tuple[int, int, int], Sequence]
+        ] = []  # a heap; finished entries are skipped
+        self._num_waiting = 0
+        # What a running sequence is computing (a prefix key, or the prompt of a request id) and who waits for it.
+        self._claims: dict[bytes | str, list[Sequence]] = {}
+        self._num_parked = 0
+        self._in_flight: deque[ScheduledStep] = deque()
+        self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
+        self._num_submitted = self._num_preemptions = self._num_prompt_tokens = self._num_cached_tokens = 0
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self._sequences or self._in_flight)
+
+    def add(self, request: Request) -> list[Sequence]:
+        """Queues `params.n` sequences. Raises RequestTooLong, with the numbers, if one could never run to its end."""
+        if request.request_id in self._sequences:
+            raise ValueError(f"request id {request.request_id!r} is already in use")
+        prompt, max_tokens = len(request.prompt_token_ids), request.params.max_tokens
+        # The last token sampled is never an input, so it needs no slot.
+        capacity = (self.allocator.num_pages - 1) * self.allocator.page_size
+        longest = min(self.config.max_model_len, capacity + 1)
+        total = max(longest, prompt + 1) if max_tokens is None else prompt + max_tokens
+        if total > longest or prompt > capacity:
+            raise RequestTooLong(
+                f"request {request.request_id}: prompt of {prompt} tokens + max_tokens={max_tokens} does not fit "
+                f"max_model_len={self.config.max_model_len} and a pool of {capacity} tokens; "
+                "shorten the prompt, lower max_tokens, or give the engine more pages"
+            )
+        order, self._num_submitted = self._num_submitted, self._num_submitted + 1
+        seqs = [Sequence(request, index, order) for index in range(request.params.n)]
+        self._sequences[request.request_id] = seqs
+        for seq in seqs:
+            seq.max_total_tokens = total
+            self._enqueue(seq)
+        self._num_waiting += len(seqs)
+        return list(seqs)
+
+    def schedule(self) -> ScheduledStep | None:
+        """The next step, or None when nothing can run before the steps in flight are committed."""
+        config, rows = self.config, list[ScheduledRow]()
+        num_steps = self._num_steps()
+        preemptions = self._num_preemptions
+
+        # One query token for each row that has one left: decoding, or the last token of a prompt.
+        position = 0
+        while position < len(self.running):
+            seq = self.running[position]
+            if (
+                self._num_uncomputed(seq) == 1
+                and not self._ends_in_flight(seq)
+                and self._grow(seq, num_steps)
+            ):
+                rows.append(self._advance(seq, 1, num_steps))
+            position += seq.status is SequenceStatus.RUNNING  # else it was preempted: the list is shorter
+        budget = config.max_num_batched_tokens - len(rows)
+
+        # Prompt chunks: each takes at most its share of the budget that is left, then the first takes the rest.
+        chunks: dict[Sequence, int] = {}
+        num_partial = 0
+
+        def give_chunk(seq: Sequence) -> None:
+            nonlocal budget, num_partial
+            share = max(1, budget // max(1, config.max_num_partial_prefills - num_partial))
+            chunks[seq] = min(self._num_uncomputed(seq), share)
+            budget -= chunks[seq]
+            num_partial += chunks[seq] < self._num_uncomputed(seq)
+
+        for seq in self.running:
+            if self._num_uncomputed(seq) > 1 and budget > 0:
+                give_chunk(seq)
+        admitted: list[Sequence] = []
+        copies: list[tuple[int, int]] = []
+        while (
+            self._waiting
+            and self._free_rows
+            and budget > 0
+            and num_partial < config.max_num_partial_prefills
+            and self._num_preemptions == preemptions
+        ):
+            seq = self._waiting[0][1]
+            if seq.status is SequenceStatus.WAITING:  # else it was aborted while it waited
+                awaited = self._awaited_prefix(seq)
+                if awaited is not None:
+                    if self._num_parked >= config.max_num_seqs:
+                        break  # keeps the cost of a step independent of the length of the queue
+                    self._claims[awaited].append(seq)
+                    self._num_parked += 1
+                elif self._admit(seq, copies):
+                    admitted.append(seq)
+                    give_chunk(seq)
+                else:
+                    break
+            heapq.heappop(self._waiting)
+        for seq, chunk in chunks.items():
+            extra = min(self._num_uncomputed(seq) - chunk, budget)
+            budget -= extra
+            rows.append(self._advance(seq, chunk + extra, 1))
+
+        if not rows:
+            return None
+        rows.sort(key=lambda row: row.num_tokens > 1)  # stable
+        num_tokens = sum(row.num_tokens for row in rows)
+        step = ScheduledStep(tuple(rows), num_steps, num_tokens, tuple(copies), tuple(admitted))
+        self._in_flight.append(step)
+        return step
+
+    def commit(self, step: ScheduledStep, sampled: Seq[Seq[int]]) -> list[int]:
+        """Takes in the token ids of the oldest step in flight: `sampled[i]` for `step.rows[i]` (extra ids are ignored).
+
+        Returns how many tokens of each row were accepted: fewer than sampled past an end, 0 for prompt chunks and
+        for sequences that ended meanwhile.
+        """
+        if not self._in_flight or self._in_flight[0] is not step:
+            raise ValueError("steps are committed once each, in the order in which they were scheduled")
+        self._in_flight.popleft()
+        accepted = [self._commit_row(row, ids) for row, ids in zip(step.rows, sampled, strict=True)]
+        self.running = [seq for seq in self.running if seq.status is SequenceStatus.RUNNING]
+        return accepted
+
+    def finish(
+        self,
+        seq: Sequence,
+        reason: str,
+        stop_reason: int | str | None = None,
+        num_output_tokens: int | None = None,
+    ) -> None:
+        """Ends `seq` from outside (a stop string was found), keeping its first `num_output_tokens` output tokens.
+
+        Also allowed just after it ended by itself: the text may show a stop before the last token.
+        """
+        if num_output_tokens is not None:
+            del seq.token_ids[seq.num_prompt_tokens + num_output_tokens :]
+        seq.finish_reason, seq.stop_reason = reason, stop_reason
+        if seq.status is SequenceStatus.RUNNING:
+            self.running.remove(seq)
+        if not seq.finished:
+            self._leave(seq, SequenceStatus.FINISHED)
+
+    def abort(self, request_id: str) -> list[Sequence]:
+        """Ends the unfinished sequences of a request with "abort" and returns them; none if it has ended already."""
+        seqs = [seq for seq in self._sequences.get(request_id, ()) if not seq.finished]
+        for seq in seqs:
+            self.finish(seq, "abort")
+        return seqs
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets all cached prefixes, since the weights changed. Raises RuntimeError while sequences run."""
+        if self.running or self._in_flight:
+            raise RuntimeError(f"{len(self.running)} sequences are running: finish or abort them first")
+        self.allocator.reset_prefix_cache()
+
+    def stats(self) -> SchedulerStats:
+        return SchedulerStats(
+            num_running=len(self.running),
+            num_waiting=self._num_waiting,
+            pages_used=self.allocator.num_used,
+            pages_total=self.allocator.num_pages - 1,
+            num_preemptions=self._num_preemptions,
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_cached_tokens=self._num_cached_tokens,
+        )
+
+    # Decoding
+
+    @staticmethod
+    def _num_uncomputed(seq: Sequence) -> int:
+        return seq.num_tokens - seq.num_computed_tokens
+
+    @staticmethod
+    def _ends_in_flight(seq: Sequence) -> bool:
+        """Whether the tokens in flight already bring it to its maximal length (or to the end of a scored prompt)."""
+        return seq.num_pending_tokens > 0 and seq.num_tokens >= seq.max_total_tokens
+
+    def _num_steps(self) -> int:
+        """k: more than 1 only if every row decodes, nothing waits, and the pages for k tokens of each row are free."""
+        k, num_pages, longest = self.config.decode_steps, 0, 1
+        if self._num_waiting:
+            return 1
+        for seq in self.running:
+            if self._num_uncomputed(seq) > 1:
+                return 1
+            num_samples = min(k, seq.max_total_tokens - seq.num_tokens)
+            longest = max(longest, num_samples)
+            needed = self.allocator.num_pages_for(seq.num_computed_tokens + num_samples)
+            num_pages += max(0, needed - len(seq.pages))
+        # Few tokens left everywhere: most of k iterations would be thrown away.
+        return k if longest > k // 2 and num_pages <= self.allocator.num_free else 1
+
+    def _grow(self, seq: Sequence, num_steps: int) -> bool:
+        """Gives `seq` the pages for its next tokens, preempting from the end of the order. False: not in this step."""
+        num_samples = max(1, min(num_steps, seq.max_total_tokens - seq.num_tokens))
+        missing = self.allocator.num_pages_for(seq.num_computed_tokens + num_samples) - len(seq.pages)
+        while missing > self.allocator.num_free:
+            if self.config.max_num_seqs - len(self._free_rows) > len(self.running):
+                return False  # one that has left gives its pages back when the steps in flight are committed
+            victim = self.running.pop()
+            victim.num_preemptions += 1
+            self._num_preemptions += 1
+            self._leave(victim, SequenceStatus.PREEMPTED)
+            if victim is seq:
+                return False
+        if missing > 0:
+            seq.pages += self.allocator.allocate(missing)
+        return True
+
+    def _advance(self, seq: Sequence, num_tokens: int, num_steps: int) -> ScheduledRow:
+        """Moves the counters of `seq` over its part of a step."""
+        start = seq.num_computed_tokens
+        num_samples = 0
+        if num_tokens == self._num_uncomputed(seq):
+            num_samples = min(num_steps, seq.max_total_tokens - seq.num_tokens)
+        row = ScheduledRow(seq, start, num_tokens, num_samples, from_row=start >= len(seq.token_ids))
+        seq.num_computed_tokens += num_tokens + max(0, num_samples - 1)
+        seq.num_pending_tokens += num_samples
+        seq.num_steps_in_flight += 1
+        return row
+
+    # Admission
+
+    def _enqueue(self, seq: Sequence) -> None:
+        seq.status = SequenceStatus.WAITING
+        heapq.heappush(self._waiting, (seq.key, seq))
+
+    def _prefix_keys(self, seq: Sequence) -> list[bytes]:
+        """Keys of the full pages that `seq` could share: at least its last token is always computed."""
+        if not self.allocator.enable_prefix_caching:
+            return []
+        page_size = self.allocator.page_size
+        self._hash_pages(seq, len(seq.token_ids) // page_size)
+        return seq.page_hashes[: (len(seq.token_ids) - 1) // page_size]
+
+    def _hash_pages(self, seq: Sequence, num_pages: int) -> None:
+        """Extends `seq.page_hashes` to its first `num_pages` pages."""
+        keys, page_size = seq.page_hashes, self.allocator.page_size
+        for page in range(len(keys), num_pages):
+            parent = keys[-1] if keys else self.allocator.root_key(seq.request.cache_salt)
+            keys.append(hash_page(parent, seq.token_ids[page * page_size : (page + 1) * page_size]))
+
+    @staticmethod
+    def _computes_whole_prompt(seq: Sequence) -> bool:
+        """Prompt logprobs need the hidden state at every position, so the first sample skips nothing."""
+        return seq.params.prompt_logprobs is not None and seq.index == 0 and seq.num_output_tokens == 0
+
+    def _fork_source(self, seq: Sequence) -> Sequence | None:
+        """A running sample of the same request that has its prompt in its pages."""
+        if seq.params.n == 1 or seq.num_output_tokens or self._computes_whole_prompt(seq):
+            return None
+        for other in self._sequences[seq.request.request_id]:
+            if other.status is SequenceStatus.RUNNING and other.num_computed_tokens >= seq.num_prompt_tokens:
+                return other
+        return None
+
+    def _awaited_prefix(self, seq: Sequence) -> bytes | str | None:
+        """The longest prefix of `seq` that a running sequence is computing now, if waiting for it saves work."""
+        if self._computes_whole_prompt(seq) or self._fork_source(seq) is not None:
+            return None
+        if seq.request.request_id in self._claims:
+            return seq.request.request_id
+        keys = self._prefix_keys(seq)
+        awaited = None
+        for key in keys[len(self.allocator.lookup(keys)) :]:
+            if key not in self._claims:
+                break
+            awaited = key
+        return awaited
+
+    def _admit(self, seq: Sequence, copies: list[tuple[int, int]]) -> bool:
+        """Gives `seq` a row and pages for all its tokens, shared ones where it can. False: not enough pages now."""
+        allocator = self.allocator
+        source = self._fork_source(seq)
+        if source is not None:
+            # The last prompt token is computed again, in a page of its own, for this sample's first token.
+            num_cached = seq.num_prompt_tokens - 1
+            shared = source.pages[: num_cached // allocator.page_size]
+        else:
+            shared = [] if self._computes_whole_prompt(seq) else allocator.lookup(self._prefix_keys(seq))
+            num_cached = len(shared) * allocator.page_size
+        allocator.share(shared)
+        missing = allocator.num_pages_for(len(seq.token_ids)) - len(shared)
+        headroom = len(
+            self.running
+        )  # one page for each running row to grow into, or this one is preempted at once
+        if missing + headroom > allocator.num_free:
+            allocator.free(shared)
+            return False
+        seq.pages = shared + allocator.allocate(missing)
+        if source is not None and num_cached % allocator.page_size:
+            copies.append((source.pages[len(shared)], seq.pages[len(shared)]))
+        if seq.num_preemptions == 0:
+            seq.num_cached_tokens = num_cached
+            self._num_prompt_tokens += seq.num_prompt_tokens
+            self._num_cached_tokens += num_cached
+        seq.num_computed_tokens, seq.num_registered_pages = num_cached, len(shared)
+        seq.row, seq.status = self._free_rows.pop(), SequenceStatus.RUNNING
+        insort(self.running, seq, key=lambda other: other.key)
+        self._num_waiting -= 1
+        keys: list[bytes | str] = [*self._prefix_keys(seq)[len(shared) :]]
+        if seq.params.n > 1 and source is None:
+            keys.append(seq.request.request_id)
+        seq.claims = {key for key in keys if key not in self._claims}
+        self._claims.update((key, []) for key in seq.claims)
+        return True
+
+    # Results
+
+    def _commit_row(self, row: ScheduledRow, sampled: Seq[int]) -> int:
+        seq = row.seq
+        seq.num_steps_in_flight -= 1
+        seq.num_pending_tokens -= row.num_samples
+        num_accepted = 0
+        if not seq.finished:
+            for token in sampled[: row.num_samples]:
+                seq.token_ids.append(int(token))
+                num_accepted += 1
+                if self._ends_with(seq, int(token)):
+                    break
+            if row.start + row.num_tokens == seq.max_total_tokens:  # max_tokens=0: the prompt was scored
+                seq.finish_reason = "length"
+        if seq.status is SequenceStatus.RUNNING:
+            self._register(seq, row.start + row.num_tokens + max(0, num_accepted - 1))
+        if seq.finish_reason is not None and not seq.finished:
+            self._leave(seq, SequenceStatus.FINISHED)
+        elif seq.status is not SequenceStatus.RUNNING:
+            self._retire(seq)
+        return num_accepted
+
+    @staticmethod
+    def _ends_with(seq: Sequence, token: int) -> bool:
+        """Sets the finish reason if `token`, just appended, ends the sequence."""
+        params, num_output = seq.params, seq.num_output_tokens
+        if num_output > params.min_tokens:
+            if token in seq.request.end_token_ids and not params.ignore_eos:
+                seq.finish_reason = "stop"
+            elif token in params.stop_token_ids:
+                seq.finish_reason, seq.stop_reason = "stop", token
+        if seq.finish_reason is None and len(seq.token_ids) >= seq.max_total_tokens:
+            seq.finish_reason = "length"
+        return seq.finish_reason is not None
+
+    def _register(self, seq: Sequence, num_committed: int) -> None:
+        """Offers the full pages among the first `num_committed` tokens as prefixes, and wakes who waits for them."""
+        if num_committed >= seq.num_prompt_tokens:
+            self._wake(seq, seq.request.request_id)
+        if not self.allocator.enable_prefix_caching:
+            return
+        # The K/V of the last token known is not in the pages yet.
+        num_pages = min(num_committed, len(seq.token_ids) - 1) // self.allocator.page_size
+        self._hash_pages(seq, num_pages)
+        for page in range(seq.num_registered_pages, num_pages):
+            self.allocator.register(seq.pages[page], seq.page_hashes[page])
+            self._wake(seq, seq.page_hashes[page])
+        seq.num_registered_pages = max(seq.num_registered_pages, num_pages)
+
+    def _wake(self, seq: Sequence, key: bytes | str) -> None:
+        """Puts those who wait for `seq` to compute `key` back into the queue, at their old place in the order."""
+        if key in seq.claims:
+            seq.claims.remove(key)
+            parked = self._claims.pop(key)
+            self._num_parked -= len(parked)
+            for waiter in parked:
+                heapq.heappush(self._waiting, (waiter.key, waiter))
+
+    def _leave(self, seq: Sequence, status: SequenceStatus) -> None:
+        """Takes `seq` out of the run or the queue: preempted or finished."""
+        was_waiting = seq.status in (SequenceStatus.WAITING, SequenceStatus.PREEMPTED)
+        self._num_waiting += (status is SequenceStatus.PREEMPTED) - was_waiting
+        seq.status = status
+        for key in list(seq.claims):
+            self._wake(seq, key)
+        self._retire(seq)
+        siblings = self._sequences[seq.request.request_id]
+        if all(other.finished for other in siblings):
+            del self._sequences[seq.request.request_id]
+
+    def _retire(self, seq: Sequence) -> None:
+        """Gives back the row and the pages of a sequence that left, unless a step in flight may still write to them."""
+        if seq.row < 0 or seq.num_steps_in_flight:
+            return
+        self.allocator.free(seq.pages)
+        self._free_rows.append(seq.row)
+        seq.pages, seq.row, seq.num_computed_tokens = [], -1, 0
+        if seq.status is SequenceStatus.PREEMPTED:
+            self._enqueue(seq)
