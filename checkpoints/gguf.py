@@ -1,7 +1,7 @@
-"""GGUF files (llama.cpp's single-file format) as a `Checkpoint` with Hugging Face names, rows and config keys.
+"""GGUF files (llama.cpp's single-file format) as a `Checkpoint` with Hugging Face names, rows and keys.
 
-The header is read here and not with `gguf.GGUFReader`, which makes one numpy object per vocabulary entry: 8 s and
-160 MB for a file of 98 MB. Block sizes and dequantization come from the `gguf` package. Format:
+The header is read here and not with `gguf.GGUFReader`, which makes one numpy object per vocabulary entry: 8 s
+and 160 MB for a file of 98 MB. Block sizes and dequantization come from the `gguf` package. Format:
 https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
@@ -47,7 +47,9 @@ HF_TENSOR_NAMES = {
     "blk.{layer}.ffn_up.bias": "model.layers.{layer}.mlp.up_proj.bias",
     "blk.{layer}.ffn_down.bias": "model.layers.{layer}.mlp.down_proj.bias",
 }
-ROPE_FREQS = "rope_freqs.weight"  # llama3 scaling as one divisor per frequency, f32[H/2]; becomes config
+# How llama3 scaling is stored: one divisor per rope frequency, f32[H/2]. It becomes rope_scaling of our own
+# type "factors", since the parameters of the rule (factor, low, high, original) are not in the file.
+ROPE_FREQS = "rope_freqs.weight"
 
 # "{arch}." + key -> config.json key; these are copied as they are.
 HF_CONFIG_KEYS = {
@@ -112,7 +114,7 @@ class GGUFHeader:
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Opens a GGUF file of one of ARCHITECTURES. Raises CheckpointError for what it cannot translate, by name."""
+    """Opens a GGUF file of one of ARCHITECTURES; CheckpointError names what cannot be translated."""
     header = read_header(path)
     metadata = header.metadata
     architecture = metadata.get("general.architecture")
@@ -139,7 +141,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def _hf_name(name: str) -> str:
-    """The Hugging Face name, or the name itself when the table lacks it (`load_weights` then refuses it by name)."""
+    """The Hugging Face name; a name that the table lacks stays, and `load_weights` refuses it by name."""
     layer = re.match(r"blk\.(\d+)\.", name)
     if layer is None:
         return HF_TENSOR_NAMES.get(name, name)
@@ -150,8 +152,8 @@ def _hf_name(name: str) -> str:
 def _permuted_head_dim(name: str, config: dict[str, Any]) -> int | None:
     """head_dim when the rows of this tensor are stored in llama.cpp's interleaved rope order, else None.
 
-    Only converters for llama reorder rows (q and k: weight and bias), each head by itself, so the number of q or
-    kv heads does not matter here; qwen3 files keep the published order.
+    Only converters for llama reorder rows (q and k: weight and bias), each head by itself, so the number of
+    q or kv heads does not matter here; qwen3 files keep the published order.
     """
     if config["model_type"] == "llama" and re.search(r"\.attn_[qk]\.(weight|bias)$", name):
         return config["head_dim"]
@@ -180,11 +182,10 @@ def _config(path: Path, header: GGUFHeader) -> dict[str, Any]:
     for key in ("attention.value_length", "rope.dimension_count"):
         if keys.get(key, config["head_dim"]) != config["head_dim"]:
             raise CheckpointError(
-                f"{path}: {prefix}{key} {keys[key]} differs from the head_dim {config['head_dim']}: not supported"
+                f"{path}: {prefix}{key} {keys[key]} is not the head_dim {config['head_dim']}: not supported"
             )
     config["vocab_size"] = header.tensors["token_embd.weight"].shape[0]
     config["attention_bias"] = "blk.0.attn_q.bias" in header.tensors
-    config["mlp_bias"] = "blk.0.ffn_gate.bias" in header.tensors
     config["rope_theta"] = config.get("rope_theta", 10000.0)  # llama.cpp's default for both architectures
     config["rope_scaling"] = _rope_scaling(path, header, keys, config)
     for name in ("bos", "eos"):
@@ -196,7 +197,7 @@ def _config(path: Path, header: GGUFHeader) -> dict[str, Any]:
 def _rope_scaling(
     path: Path, header: GGUFHeader, keys: dict[str, Any], config: dict[str, Any]
 ) -> dict[str, Any] | None:
-    """config.json's rope_scaling from the scaling keys, or from the rope_freqs tensor that llama3 files carry."""
+    """config.json's rope_scaling, from the scaling keys or from the tensor ROPE_FREQS."""
     kind = keys.get("rope.scaling.type", "linear" if "rope.scale_linear" in keys else "none")
     factor = keys.get("rope.scaling.factor", keys.get("rope.scale_linear", 1.0))
     if ROPE_FREQS in header.tensors:
@@ -204,8 +205,12 @@ def _rope_scaling(
             raise CheckpointError(
                 f"{path} has {ROPE_FREQS} and rope scaling {kind!r}: not supported together"
             )
-        divisors = _source(path, ROPE_FREQS, header.tensors[ROPE_FREQS], None).read()
-        return _llama3_scaling(path, divisors, config)
+        divisors = _source(path, ROPE_FREQS, header.tensors[ROPE_FREQS], None).read()  # f32[H/2]
+        if divisors.shape != (config["head_dim"] // 2,):
+            raise CheckpointError(
+                f"{path}: {ROPE_FREQS} has shape {list(divisors.shape)}, not [{config['head_dim'] // 2}]"
+            )
+        return {"rope_type": "factors", "factors": divisors.astype(np.float32).tolist()}
     if kind == "none" or (kind == "linear" and factor == 1.0):
         return None
     scaling = {"rope_type": kind, "factor": factor}
@@ -214,34 +219,11 @@ def _rope_scaling(
     return scaling
 
 
-def _llama3_scaling(path: Path, divisors: np.ndarray, config: dict[str, Any]) -> dict[str, Any]:
-    """The llama3 rule that gives these frequency divisors (f32[H/2]).
-
-    Only original/low and original/high matter, so one ratio high/low (4, the only one published) and the powers
-    of two cover the files there are; what none of them reproduces is refused.
-    """
-    head_dim, factor = config["head_dim"], float(divisors.max())
-    if divisors.shape == (head_dim // 2,):
-        wavelengths = 2 * math.pi * config["rope_theta"] ** (np.arange(0, head_dim, 2) / head_dim)
-        for original in (8192, *(2**n for n in range(4, 21))):
-            smooth = np.clip((original / wavelengths - 1.0) / (4.0 - 1.0), 0.0, 1.0)
-            if np.allclose(1 / divisors, (1 - smooth) / factor + smooth, rtol=1e-4):
-                return {
-                    "rope_type": "llama3",
-                    "factor": factor,
-                    "low_freq_factor": 1.0,
-                    "high_freq_factor": 4.0,
-                    "original_max_position_embeddings": original,
-                }
-    raise CheckpointError(
-        f"{path}: the frequencies in {ROPE_FREQS} do not follow llama3 scaling: not supported"
-    )
-
-
 def _source(path: Path, name: str, tensor: GGUFTensor, permuted_head_dim: int | None) -> TensorSource:
     if tensor.type not in READ_DTYPES:
         raise CheckpointError(
-            f"{path}: {name} has type {tensor.type.name}; supported are {', '.join(t.name for t in READ_DTYPES)}"
+            f"{path}: {name} has type {tensor.type.name}; supported are "
+            f"{', '.join(t.name for t in READ_DTYPES)}"
         )
     read_rows = partial(_read_rows, path, tensor)
     if permuted_head_dim is not None:
@@ -271,7 +253,7 @@ def _read_rope_rows(path: Path, tensor: GGUFTensor, head_dim: int, start: int, s
 
 
 def read_header(path: Path) -> GGUFHeader:
-    """Reads metadata and tensor positions. Raises CheckpointError for a file that is not whole and valid GGUF."""
+    """Reads metadata and tensor positions; CheckpointError for a file that is not whole and valid GGUF."""
     size = os.path.getsize(path)
     with open(path, "rb") as file:
         reader = _Reader(path, file, size)
@@ -326,7 +308,8 @@ class _Reader:
         data = self.file.read(count) if count <= self.size else b""
         if len(data) != count:
             raise CheckpointError(
-                f"{self.path} is truncated: its header goes on for {count:,} bytes past the file's {self.size:,}"
+                f"{self.path} is truncated: its header goes on for {count:,} bytes, "
+                f"the file has {self.size:,} in all; fetch it again"
             )
         return data
 

@@ -1,7 +1,7 @@
 """Hugging Face folders (config.json beside safetensors, sharded or not) as a `Checkpoint`.
 
-Only safetensors are read; pickled weights are refused, since unpickling runs code from the file. Every file must
-lie inside the folder. Links may leave it in one case: a folder of the hub cache
+Only safetensors are read; pickled weights are refused, since unpickling runs code from the file. Every file
+must lie inside the folder. Links may leave it in one case: a folder of the hub cache
 (`models--*/snapshots/<commit>`), whose files are links into the `blobs` folder of the same model.
 """
 
@@ -45,7 +45,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     Raises CheckpointError for missing, damaged, outside and pickled files.
     """
     config = _read_json(folder, "config.json")
-    if "quantization_config" in config:
+    if config.get("quantization_config"):
         method = config["quantization_config"].get("quant_method", "an unnamed method")
         raise CheckpointError(
             f"{folder}: weights quantized with {method} are not supported; use the original model"
@@ -90,10 +90,10 @@ def inside(folder: Path, name: str) -> Path:
 
 
 def read_safetensors(path: Path) -> dict[str, TensorSource]:
-    """The tensors of one safetensors file, by name. Trailing bytes are refused like a truncated file.
+    """The tensors of one safetensors file, by name. Trailing bytes are refused, like missing ones.
 
-    The `safetensors` package judges the header (overlaps, holes, dtypes); the sizes are checked first, so that
-    the message can name them.
+    The `safetensors` package judges the header (overlaps, holes, shapes against bytes); the sizes are checked
+    first, so that the message can name them.
     """
     size = os.path.getsize(path)
     with open(path, "rb") as file:
@@ -165,8 +165,8 @@ def _shards(folder: Path) -> dict[str, set[str] | None]:
     pickled = sorted(file.name for file in folder.iterdir() if file.suffix in PICKLES)
     if pickled:
         raise CheckpointError(
-            f"{folder} has only pickled weights ({pickled[0]}), which are never loaded since they can run code; "
-            "convert them to safetensors (transformers: save_pretrained writes them)"
+            f"{folder} has only pickled weights ({pickled[0]}), never loaded since they can run code; "
+            "convert them to safetensors (save_pretrained of transformers writes them)"
         )
     raise CheckpointError(f"{folder} has neither {SINGLE} nor {INDEX}")
 
@@ -194,7 +194,7 @@ def _no_duplicates(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _end_token_ids(config: dict[str, Any], generation_config: dict[str, Any] | None) -> tuple[int, ...]:
-    """End ids of generation_config.json (as transformers uses them), or those of config.json if it has none."""
+    """End ids of generation_config.json (as transformers does), or of config.json if that has none."""
     ids = (generation_config or {}).get("eos_token_id")
     if ids is None:
         ids = config.get("eos_token_id")

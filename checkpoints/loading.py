@@ -1,7 +1,7 @@
-"""What every checkpoint format shares: lazily read tensors with Hugging Face names, and the way from there to a weights tree.
+"""What every checkpoint format shares: tensors by Hugging Face name, and from them a weights tree.
 
-A format file (huggingface, gguf) turns a path into a `Checkpoint`; `load_weights` turns a `Checkpoint` into the
-weights of a model module. Nothing here unpickles or executes anything from a checkpoint.
+A format file (huggingface, gguf) turns a path into a `Checkpoint`; `load_weights` turns a `Checkpoint` into
+the weights of a model module. Nothing here unpickles or executes anything from a checkpoint.
 """
 
 import logging
@@ -36,8 +36,8 @@ class CheckpointError(ValueError):
 class TensorSource:
     """One tensor of a checkpoint file; nothing is read before `read` or `read_rows`.
 
-    `shape` and `dtype` are those of the array that is read (quantized file types read as float32); `nbytes` is
-    the size in the file. `read_rows(start, stop)` reads that part of the first axis into new memory.
+    `shape` and `dtype` are those of the array that is read (quantized file types read as float32); `nbytes`
+    is the size in the file. `read_rows(start, stop)` reads that part of the first axis into new memory.
     """
 
     shape: tuple[int, ...]
@@ -59,7 +59,7 @@ class TensorSource:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """An opened checkpoint: `config` has the keys of Hugging Face's config.json, `tensors` its tensor names."""
+    """An opened checkpoint: `config` with the keys of config.json, `tensors` by Hugging Face name."""
 
     config: dict[str, Any]
     tensors: dict[str, TensorSource]
@@ -72,9 +72,9 @@ class Checkpoint:
 def settle_tied_head(config: dict[str, Any], tensors: dict[str, TensorSource], path: Path) -> None:
     """Writes `tie_word_embeddings` into `config` so that it says what the file holds; changes both in place.
 
-    The flag may be missing or sit in a nested `text_config`: then a file without its own head is tied. A flag
-    that says tied beside a head that differs from the embedding gives way to the file (with a warning); an equal
-    copy of the embedding is dropped. Says untied but has no head: left, and `load_weights` names the tensor.
+    Without a flag (here or in a nested `text_config`) a file without its own head is tied. A flag that says
+    tied beside a head that differs from the embedding gives way to the file, with a warning; an equal copy of
+    the embedding is dropped. Untied without a head stays so, and `load_weights` names the missing tensor.
     """
     nested = config.get("text_config") or {}
     tied = config.get("tie_word_embeddings", nested.get("tie_word_embeddings"))
@@ -107,16 +107,16 @@ def load_weights(
 ) -> Any:
     """The weights tree of `model_module` for `config`, read from `checkpoint` one tensor at a time.
 
-    Tensors that the file stores with one axis (norms, biases) become float32, all others `dtype`. `sharding` is
-    None (the default device), one `jax.sharding.Sharding` for every leaf, or a tree of them shaped like the
+    Tensors that the file stores with one axis (norms, biases) become float32, all others `dtype`. `sharding`
+    is None (the default device), one `jax.sharding.Sharding` for every leaf, or a tree of them like the
     weights. Peak host memory is the loaded weights plus a few chunks; on CPU the arrays that are filled here
     are the weights (no second copy).
 
-    Raises CheckpointError naming every leaf without a tensor, every tensor without a leaf and every wrong shape.
+    Raises CheckpointError naming all tensors that are missing, have no place in the model or a wrong shape.
     """
     leaves, treedef = weight_leaves(model_module, config)
     sources = _match(checkpoint, model_module.HF_NAMES, leaves)
-    shardings = _leaf_shardings(sharding, leaves, treedef)
+    shardings = leaf_shardings(sharding, leaves, treedef)
     arrays = []
     for leaf, leaf_sharding in zip(leaves, shardings, strict=True):
         source = sources[leaf]
@@ -128,10 +128,10 @@ def load_weights(
 
 
 def weights_from_tree(tree: Mapping[str, Any], model_module: ModuleType, config: Any) -> Any:
-    """The weights tree of `model_module` from a nested dict (or list, tuple, flax tree) with our own leaf names.
+    """The weights tree of `model_module` from a nested dict (or list, tuple, flax tree) of our leaf names.
 
-    `tree["layers"][0]["q_proj"]`, or the key "0" for the layer, is the leaf `layers.0.q_proj`. Arrays keep their
-    dtype and device; shapes must be exactly those of the model.
+    `tree["layers"][0]["q_proj"]`, or the key "0" for the layer, is the leaf `layers.0.q_proj`. Arrays keep
+    their dtype and device; shapes must be exactly those of the model.
 
     Raises CheckpointError naming every missing, superfluous or wrongly shaped leaf.
     """
@@ -150,7 +150,7 @@ def weights_from_tree(tree: Mapping[str, Any], model_module: ModuleType, config:
 
 
 def weight_leaves(model_module: ModuleType, config: Any) -> tuple[dict[str, jax.ShapeDtypeStruct], Any]:
-    """Leaf paths such as "layers.0.q_proj" with their shapes, in the order of the tree, and the tree's structure."""
+    """Leaf paths such as "layers.0.q_proj" with their shapes, in tree order, and the tree's structure."""
     shapes = jax.eval_shape(lambda: model_module.init(config, jax.random.key(0)))
     return dict(named_leaves(shapes)), jax.tree.structure(shapes)
 
@@ -166,7 +166,7 @@ def named_leaves(tree: Any) -> list[tuple[str, Any]]:
 def _match(
     checkpoint: Checkpoint, hf_names: Mapping[str, str], leaves: Mapping[str, jax.ShapeDtypeStruct]
 ) -> dict[str, TensorSource]:
-    """The tensor of each leaf; raises CheckpointError with all that is missing, left over or wrongly shaped."""
+    """The tensor of each leaf; CheckpointError with all that is missing, left over or wrongly shaped."""
     name_patterns = {leaf_pattern: name_pattern for name_pattern, leaf_pattern in hf_names.items()}
     unused = {name for name in checkpoint.tensors if not IGNORED_TENSORS.search(name)}
     missing, wrong, sources = [], [], {}
@@ -193,13 +193,13 @@ def _match(
         problems.append(f"the model has no place for {', '.join(sorted(unused))}")
     if problems or wrong:
         raise CheckpointError(
-            f"{checkpoint.path} does not fit its own config: {'; '.join(problems + wrong)}. Nothing was loaded"
+            f"{checkpoint.path} does not fit its config: {'; '.join(problems + wrong)}. Nothing was loaded"
         )
     return sources
 
 
 def _merges_to(leaf_shape: tuple[int, ...], file_shape: tuple[int, ...]) -> bool:
-    """Whether `file_shape` is `leaf_shape` with neighbouring axes merged: [N, H, D] -> [N*H, D], never [D, N*H]."""
+    """Whether `file_shape` is `leaf_shape` with neighbours merged: [N, H, D] -> [N*H, D], never [D, N*H]."""
     axes = list(leaf_shape)
     for size in file_shape:
         merged = 1
@@ -207,7 +207,7 @@ def _merges_to(leaf_shape: tuple[int, ...], file_shape: tuple[int, ...]) -> bool
             merged *= axes.pop(0)
         if merged != size:
             return False
-    return all(size == 1 for size in axes)
+    return bool(file_shape) and all(size == 1 for size in axes)
 
 
 def _is_floating(dtype: np.dtype) -> bool:
@@ -230,7 +230,7 @@ def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     return buffer[start : start + nbytes].view(dtype).reshape(shape)
 
 
-def _leaf_shardings(sharding: Any, leaves: Mapping[str, Any], treedef: Any) -> list[Any]:
+def leaf_shardings(sharding: Any, leaves: Mapping[str, Any], treedef: Any) -> list[Any]:
     if sharding is None or isinstance(sharding, jax.sharding.Sharding):
         return [sharding] * len(leaves)
     return treedef.flatten_up_to(sharding)
