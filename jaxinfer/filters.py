@@ -1,0 +1,250 @@
+"""Which tokens survive top_k, top_p and min_p, and the draw of one of them.
+
+Tokens of a row are ordered by logit, the larger first, and by id among equal logits, the lower first. Each
+filter keeps a prefix of that order, never an empty one. So `top_k=k` keeps exactly k tokens, ties included,
+`top_k=1` is the argmax, and the survivors of a row are named by the last of them: its `Cut`.
+
+The vocabulary is never sorted. Almost every row ends within its `HEAD` best tokens, which are found exactly
+from the maxima of blocks. Rows that keep more are drawn from the whole vocabulary and checked against top_p
+(rejection, as in FlashInfer's sampling kernels, https://flashinfer.ai/2025/03/10/sampling.html); a top_k
+larger than `HEAD`, and whoever asks for the cut itself, searches the values of the logits bit by bit. A
+row's way depends on that row alone, so a token does not depend on what else is in the batch.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import Array, lax
+
+BLOCK = 128  # tokens of the vocabulary that are reduced together
+HEAD = 64  # best tokens that are looked at before the whole vocabulary is
+
+
+class Filters(struct.PyTreeNode):
+    """The filters of each row, after `temperature` became part of the weights."""
+
+    top_k: Array  # i32[B], 1..V
+    top_p: Array  # f32[B], 1 is off; measured on what top_k left
+    min_p: Array  # f32[B], 0 is off; relative to the best token
+
+
+class Cut(struct.PyTreeNode):
+    """The last token that a row keeps."""
+
+    value: Array  # f32[B] its logit
+    id: Array  # i32[B] its id
+
+
+def argmax(logits: Array) -> Array:
+    """i32[B]: the best token of each row of f32[B, V], the lowest id among equals.
+
+    Equal to jnp.argmax, about four times as fast on CPU at V = 49,152: a plain maximum is vectorised.
+    """
+    blocks = _blocks(logits)
+    best = jnp.argmax(jnp.max(blocks, axis=-1), axis=-1)  # i32[B]
+    inside = jnp.take_along_axis(blocks, best[:, None, None], axis=1)[:, 0]  # f32[B, BLOCK]
+    return (best * BLOCK + jnp.argmax(inside, axis=-1)).astype(jnp.int32)
+
+
+def scaled_weights(logits: Array, temperature: Array) -> Array:
+    """f32[B, V]: exp((logits - max) / temperature): the best token weighs 1. No NaN where all are -inf."""
+    best = jnp.max(logits, axis=-1, keepdims=True)
+    return jnp.exp((logits - jnp.where(best == -jnp.inf, 0.0, best)) / temperature[:, None])
+
+
+def keep_mask(logits: Array, cut: Cut) -> Array:
+    """bool[B, V]: the tokens up to and including the cut."""
+    ids = jnp.arange(logits.shape[1], dtype=jnp.int32)
+    value = cut.value[:, None]
+    return (logits > value) | ((logits == value) & (ids <= cut.id[:, None]))
+
+
+def find_cut(logits: Array, temperature: Array, filters: Filters) -> Cut:
+    """The cut of each row of f32[B, V] logits."""
+    head = _head(logits, temperature)
+    in_head = filters.top_k <= head.values.shape[1]
+
+    def from_head() -> Cut:
+        keep = _head_keep(head, filters, _head_mass(head, filters))
+        last = jnp.sum(keep, axis=-1)[:, None] - 1
+        return Cut(*(jnp.take_along_axis(x, last, axis=1)[:, 0] for x in (head.values, head.ids)))
+
+    def from_all() -> Cut:
+        weights = scaled_weights(logits, temperature)
+        cut = _search(logits, jnp.ones_like(weights), filters.top_k.astype(jnp.float32))
+        kept = jnp.where(keep_mask(logits, cut), weights, 0)
+        nucleus = _search(logits, kept, filters.top_p * jnp.sum(kept, axis=-1))
+        cut = jax.tree.map(lambda a, b: jnp.where(filters.top_p < 1, a, b), nucleus, cut)
+        alive = keep_mask(logits, cut) & (weights >= filters.min_p[:, None])
+        floor = jnp.min(jnp.where(alive, logits, jnp.inf), axis=-1)  # +inf: no weight, all logits are -inf
+        raised = (floor > cut.value) & (floor < jnp.inf)
+        return Cut(jnp.where(raised, floor, cut.value), jnp.where(raised, logits.shape[1], cut.id))
+
+    return lax.cond(jnp.all(in_head), from_head, from_all)
+
+
+def draw(logits: Array, temperature: Array, filters: Filters, keys: Array) -> Array:
+    """i32[B]: one token of each row's survivors, with probability proportional to its weight (inverse CDF).
+
+    Args:
+      logits: f32[B, V]. temperature: f32[B], above 0.
+      keys: typed threefry keys [B], used for nothing else.
+    """
+    head = _head(logits, temperature)
+    size = head.values.shape[1]
+    mass = _head_mass(head, filters)
+    # Rows whose survivors are known from the head alone: it has the total that top_p refers to, and the end.
+    ends_by_min_p = (filters.top_p >= 1) & (head.weights[:, -1] < filters.min_p)
+    sure = (filters.top_k <= size) | ends_by_min_p
+    uniform = _uniforms(keys)[:, 0]
+
+    def draw_head(keep: Array) -> Array:
+        chosen = _pick(jnp.where(keep, head.weights, 0), uniform)
+        return jnp.take_along_axis(head.ids, chosen[:, None], axis=1)[:, 0]
+
+    def draw_all() -> Array:
+        weights = scaled_weights(logits, temperature)
+        large_k = ~sure & (filters.top_k < logits.shape[1])
+
+        def apply_top_k() -> Array:
+            cut = _search(logits, jnp.ones_like(weights), filters.top_k.astype(jnp.float32))
+            return jnp.where(keep_mask(logits, cut), weights, 0)
+
+        weights = lax.cond(jnp.any(large_k), apply_top_k, lambda: weights)
+        total = jnp.where(sure, mass, jnp.sum(weights, axis=-1))
+        keep = _head_keep(head, filters, total)
+        closed = sure | ~keep[:, -1]
+        return _draw_by_rejection(logits, weights, filters, total, keys, draw_head(keep), ~closed)
+
+    return lax.cond(jnp.all(sure), lambda: draw_head(_head_keep(head, filters, mass)), draw_all)
+
+
+class _Head(struct.PyTreeNode):
+    """The best tokens of each row, in order; W = min(HEAD, V)."""
+
+    values: Array  # f32[B, W]
+    ids: Array  # i32[B, W]
+    weights: Array  # f32[B, W]
+
+
+def _blocks(logits: Array) -> Array:
+    """f32[B, V] -> f32[B, ceil(V / BLOCK), BLOCK], padded with -inf."""
+    rows, vocab = logits.shape
+    padded = jnp.pad(logits, ((0, 0), (0, -vocab % BLOCK)), constant_values=-jnp.inf)
+    return padded.reshape(rows, -1, BLOCK)
+
+
+def _head(logits: Array, temperature: Array) -> _Head:
+    rows, vocab = logits.shape
+    size = min(HEAD, vocab)
+    blocks = _blocks(logits)
+    if blocks.shape[1] > size:
+        # A token of the best `size` lies in one of the `size` blocks with the largest maxima (the lower block
+        # among equals): otherwise each of those blocks would hold a token that stands before it.
+        _, best = lax.top_k(_positive_zero(jnp.max(blocks, axis=-1)), size)
+        best = lax.sort(best)  # so that equal logits stand in the order of their ids
+        candidates = jnp.take_along_axis(blocks, best[:, :, None], axis=1).reshape(rows, -1)
+        ids = (best[:, :, None] * BLOCK + jnp.arange(BLOCK)).reshape(rows, -1)
+        values, order = lax.top_k(_positive_zero(candidates), size)
+        ids = jnp.take_along_axis(ids, order, axis=1)
+    else:
+        values, ids = lax.top_k(_positive_zero(logits), size)
+    return _Head(values, ids, scaled_weights(values, temperature))
+
+
+def _head_mass(head: _Head, filters: Filters) -> Array:
+    """f32[B]: the weight that top_k leaves, if it ends within the head."""
+    in_k = jnp.arange(head.weights.shape[1]) < filters.top_k[:, None]
+    return jnp.sum(jnp.where(in_k, head.weights, 0), axis=-1)
+
+
+def _head_keep(head: _Head, filters: Filters, total: Array) -> Array:
+    """bool[B, W]: which tokens of the head survive, given the weight f32[B] that top_k left."""
+    order = jnp.arange(head.weights.shape[1])
+    before = jnp.cumsum(head.weights, axis=-1) - head.weights
+    in_p = (before < (filters.top_p * total)[:, None]) | (filters.top_p >= 1)[:, None]
+    keep = (order < filters.top_k[:, None]) & in_p & (head.weights >= filters.min_p[:, None])
+    return jnp.cumprod(keep, axis=-1).astype(bool) | (order == 0)
+
+
+def _draw_by_rejection(
+    logits: Array, weights: Array, filters: Filters, total: Array, keys: Array, tokens: Array, pending: Array
+) -> Array:
+    """Replaces tokens i32[B] where pending bool[B] by draws from the whole vocabulary that top_p accepts.
+
+    A draw outside the nucleus proves that all after it are outside too, so the next draw stands before it.
+    """
+    eligible = jnp.where(weights >= filters.min_p[:, None], weights, 0)
+
+    def body(state: tuple[Array, Array, Array, Array]) -> tuple[Array, Array, Array, Array]:
+        tokens, pending, left, i = state
+        uniforms = _uniforms(jax.vmap(jax.random.fold_in, (0, None))(keys, i))
+        blocks = jnp.pad(left, ((0, 0), (0, -left.shape[1] % BLOCK))).reshape(left.shape[0], -1, BLOCK)
+        block = _pick(jnp.sum(blocks, axis=-1), uniforms[:, 0])
+        inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
+        drawn = block * BLOCK + _pick(inside, uniforms[:, 1])
+
+        def test() -> tuple[Array, Array]:
+            value = jnp.take_along_axis(logits, drawn[:, None], axis=1)[:, 0]
+            before = keep_mask(logits, Cut(value, drawn - 1))
+            mass_before = jnp.sum(jnp.where(before, weights, 0), axis=-1)
+            # Written so that a row of NaN is accepted: it must not keep the loop going.
+            outside = (mass_before >= filters.top_p * total) & (mass_before > 0) & (filters.top_p < 1)
+            return ~outside, jnp.where(before, left, 0)
+
+        to_test = jnp.any(pending & (filters.top_p < 1))
+        accepted, left = lax.cond(to_test, test, lambda: (jnp.ones_like(pending), left))
+        tokens = jnp.where(pending & accepted, drawn, tokens)
+        return tokens, pending & ~accepted, left, i + 1
+
+    first = (tokens, pending, eligible, jnp.int32(1))
+    return lax.while_loop(lambda state: jnp.any(state[1]), body, first)[0]
+
+
+def _pick(mass: Array, uniform: Array) -> Array:
+    """i32[B]: where the running sum of mass f32[B, N] first exceeds uniform * total; its mass is not 0.
+
+    Rounding of the sums can neither reach an index without mass nor run past the end.
+    """
+    n = mass.shape[1]
+    running = jnp.cumsum(mass, axis=-1)
+    index = jnp.arange(n)
+    reached = running > (uniform * running[:, -1])[:, None]
+    # The first reached index with mass, else the last index with mass.
+    rank = jnp.where(mass > 0, jnp.where(reached, 2 * n - index, index), -1)
+    return jnp.argmax(rank, axis=-1).astype(jnp.int32)
+
+
+def _uniforms(keys: Array) -> Array:
+    """f32[B, 2] in [0, 1), 24 bits each: the two words of each key."""
+    return (jax.random.key_data(keys) >> 8).astype(jnp.float32) * jnp.float32(2**-24)
+
+
+def _positive_zero(x: Array) -> Array:
+    """-0.0 as 0.0: a comparison sees them equal, a sort does not."""
+    return jnp.where(x == 0, 0.0, x)
+
+
+def _search(logits: Array, mass: Array, needed: Array) -> Cut:
+    """The first token, in order, at which the running sum of mass f32[B, V] reaches needed f32[B].
+
+    Tokens with equal logits must have equal mass. If the sum stays below, the last token.
+    """
+    vocab = logits.shape[1]
+    bits = lax.bitcast_convert_type(_positive_zero(logits), jnp.int32)
+    keys = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # i32 that order as the floats do
+
+    def body(i: Array, low: Array) -> Array:
+        candidate = low ^ (jnp.int32(1) << (31 - i))  # upwards from the smallest i32
+        reached = jnp.sum(jnp.where(keys >= candidate[:, None], mass, 0), axis=-1) >= needed
+        return jnp.where(reached, candidate, low)
+
+    key = lax.fori_loop(0, 32, body, jnp.full(logits.shape[:1], jnp.iinfo(jnp.int32).min, jnp.int32))
+    key = jnp.maximum(key, jnp.min(keys, axis=-1))
+    tied = keys == key[:, None]
+    above = jnp.sum(jnp.where(keys > key[:, None], mass, 0), axis=-1)
+    each = jnp.max(jnp.where(tied, mass, 0), axis=-1)
+    n = jnp.clip(jnp.ceil((needed - above) / jnp.where(each > 0, each, 1)), 1, vocab)
+    count = jnp.cumsum(tied, axis=-1, dtype=jnp.int32)
+    last = jnp.argmax(tied & ((count >= n[:, None]) | (count == count[:, -1:])), axis=-1)
+    return Cut(jnp.max(jnp.where(tied, logits, -jnp.inf), axis=-1), last.astype(jnp.int32))
