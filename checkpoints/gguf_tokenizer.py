@@ -1,8 +1,8 @@
 """A `tokenizers.Tokenizer` from the metadata of a GGUF file.
 
-Two kinds are built: byte-level BPE (`tokenizer.ggml.model` = "gpt2") and SentencePiece BPE with byte fallback ("llama").
-Text is cut and joined as llama.cpp does it (src/llama-vocab.cpp), which is what the file was written for.
-Any other kind or pre-tokenizer is refused by name.
+Two kinds are built: byte-level BPE (`tokenizer.ggml.model` = "gpt2") and SentencePiece BPE with byte fallback
+("llama"). Text is cut and joined as llama.cpp does it (src/llama-vocab.cpp), which is what the file was
+written for. Any other kind or pre-tokenizer is refused by name.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,17 +36,17 @@ PRE_TOKENIZERS: dict[str, tuple[str, ...]] = {
     "falcon": (r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9][0-9][0-9]"),
     "default": (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"),
 }
-# Vocabularies in which a whole word that is a token is taken without merging, and where BOS is added unless the file
-# says otherwise.
+# Vocabularies in which a whole word that is a token is taken without merging.
 _WHOLE_WORDS = {"llama-bpe", "llama3", "llama-v3", "tekken"}
+# Byte-level vocabularies that add BOS unless the file says otherwise.
 _ADDS_BOS = {"llama-bpe", "llama3", "llama-v3"}
 
 
 def build(metadata: Mapping[str, Any]) -> Tokenizer:
     """The tokenizer that the `tokenizer.ggml.*` keys describe.
 
-    Raises ValueError for a file without a vocabulary, a kind or pre-tokenizer that is not supported, arrays whose
-    lengths disagree, and special ids outside the vocabulary.
+    Raises ValueError for a file without a vocabulary, a kind or pre-tokenizer that is not supported, arrays
+    whose lengths disagree, and special ids outside the vocabulary.
     """
     kind = metadata.get("tokenizer.ggml.model")
     tokens = metadata.get("tokenizer.ggml.tokens")
@@ -65,14 +65,17 @@ def build(metadata: Mapping[str, Any]) -> Tokenizer:
     else:
         raise ValueError(f"tokenizer.ggml.model {kind!r} is not supported; supported: 'gpt2', 'llama'")
 
-    # Both are found in the text before anything else is done to it; only the control tokens are hidden from output.
+    # Both are found in the text before it is cut; only the control tokens are hidden from output.
     for token_type, special in ((gguf.TokenType.CONTROL, True), (gguf.TokenType.USER_DEFINED, False)):
         added = [
             AddedToken(token, normalized=False, special=special)
             for token, type_ in zip(tokens, token_types, strict=True)
             if type_ == token_type and token
         ]
-        tokenizer.add_special_tokens(added) if special else tokenizer.add_tokens(added)
+        if special:
+            tokenizer.add_special_tokens(added)
+        else:
+            tokenizer.add_tokens(added)
     set_added_ends(
         tokenizer,
         bos=special_token(metadata, "bos")
@@ -169,7 +172,7 @@ def _sentencepiece(
 
 
 def merges_from_scores(scores: Mapping[str, float], vocab: Mapping[str, int]) -> list[tuple[str, str]]:
-    """Every split of a token into two tokens, best score of the whole first (as SentencePiece joins pairs)."""
+    """Every split of a token into two tokens, best score of the whole first, as SentencePiece joins pairs."""
     merges = []
     for token, score in scores.items():
         splits = [(token[:cut], token[cut:]) for cut in range(1, len(token))]

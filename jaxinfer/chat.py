@@ -1,8 +1,10 @@
 """A conversation to token ids through the model's chat template.
 
-Templates come with models and are not trusted: they run in Jinja's sandbox and see plain data only. Messages are not
-trusted either: the text of a control token inside a message is swapped for one private character before rendering, so no
-template operation can bring it back, and is encoded as plain text afterwards.
+Templates come with models and are not trusted: they run in Jinja's sandbox and see plain data only. Messages
+are not trusted either: the text of a control token inside a message is swapped for one private character
+before rendering, so no template operation can bring it back, and is encoded as plain text afterwards. (A
+template that builds a control token out of a role, such as '<|' + role + '|>', is the exception: check roles
+before.)
 """
 
 import json
@@ -40,7 +42,8 @@ def render(
     continue_final_message: bool = False,
     now: datetime | None = None,
 ) -> list[int]:
-    """The prompt ids of one conversation; equal to transformers' `apply_chat_template` on text without control tokens.
+    """The prompt ids of one conversation, as transformers' `apply_chat_template` on text without control
+    tokens.
 
     messages: dicts with `role` and `content` (text, or a list of {"type": "text", "text": ...} parts).
     tools: JSON schemas, as the template expects them.
@@ -48,10 +51,10 @@ def render(
     chat_template_kwargs: further variables of the template (such as `enable_thinking`).
     add_generation_prompt: open an assistant turn at the end; by default done unless `continue_final_message`.
     continue_final_message: leave the last message open, so that generation continues it.
-    now: what the template's `strftime_now` shows; the clock's time by default. Pin it for reproducible prompts.
+    now: what the template's `strftime_now` shows (default: the clock). Pin it for reproducible prompts.
 
-    No BOS is added to what the template writes. Raises ChatTemplateError when the template refuses or fails, ValueError or
-    TypeError for arguments that no template can take.
+    No BOS is added to what the template writes. Raises ChatTemplateError when the template refuses or fails,
+    ValueError or TypeError for arguments that no template can take.
     """
     source = _choose_template(tokenizer, chat_template, tools)
     if add_generation_prompt is None:
@@ -90,8 +93,9 @@ def render(
 class _Atoms:
     """Private characters that stand for control tokens written by users.
 
-    Control tokens are the special tokens and those other added tokens that the template itself writes (`<think>`). The
-    latter stay as they are in assistant messages, since templates cut the reasoning of earlier turns out at them.
+    Control tokens are the special tokens and those other added tokens that the template itself writes
+    (`<think>`). The latter stay as they are in assistant messages, since templates cut the reasoning of
+    earlier turns out at them.
     """
 
     def __init__(self, tokenizer: Tokenizer, template: str):
@@ -104,7 +108,7 @@ class _Atoms:
         self.texts: list[str] = []  # what atom i stands for
 
     def hide(self, value: Any, *, only_special: bool = False) -> Any:
-        """A copy of plain data with the control tokens in all of its strings hidden. Raises TypeError for other data."""
+        """A copy of plain data, control tokens in all strings hidden. Raises TypeError for other data."""
         if isinstance(value, str):
             return (self.special if only_special else self.control).sub(self._atom, value)
         if isinstance(value, Mapping):
@@ -180,7 +184,7 @@ def _cut_at_tag(text: str) -> str:
     end = text.rfind(_CONTINUE_TAG.strip())
     if end < 0:
         raise ChatTemplateError("continue_final_message: the chat template dropped the last message")
-    # A template that trims messages took the tag's own space too, so the message loses its trailing spaces as well.
+    # A template that trims messages took the tag's own space too, and would take those of the message.
     return text[:end] if text.startswith(_CONTINUE_TAG, end) else text[:end].rstrip()
 
 

@@ -1,8 +1,8 @@
 """Token ids to text, a few ids at a time: the pieces joined are one decode of all ids.
 
 The decoders of `tokenizers` need the whole list of ids. The ones that language models use keep little state
-between tokens, and that state is kept here: the bytes of a character that has not ended, and whether the text has begun.
-A decoder that is not known here is refused by name when the tokenizer is loaded.
+between tokens, and that state is kept here: the bytes of a character that has not ended, and whether the text
+has begun. A decoder that is not known here is refused by name when the tokenizer is loaded.
 """
 
 import codecs
@@ -11,6 +11,8 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from jaxinfer.stop_strings import StopStrings
 
 if TYPE_CHECKING:
     from jaxinfer.tokenizer import Tokenizer
@@ -45,22 +47,23 @@ def decoder_rules(decoder: Any) -> DecoderRules:
         case ["Replace", "ByteFallback", "Fuse", *rest]:
             plain = steps[0]["pattern"].get("String"), steps[0]["content"]
             if plain[0] and plain[1] == " " and rest in ([], ["Strip"]):
-                strip = steps[3] if rest else {"content": " ", "start": 0, "stop": 0}
+                strip: dict[str, Any] = steps[3] if rest else {"content": " ", "start": 0, "stop": 0}
                 if strip["content"] == " " and strip["stop"] == 0:
                     return DecoderRules(space=plain[0], byte_fallback=True, strip_start=strip["start"])
     raise ValueError(
-        f"the tokenizer's decoder {json.dumps(spec, ensure_ascii=False)} is not supported; supported are ByteLevel, "
-        "Metaspace and SentencePiece's Replace, ByteFallback, Fuse, Strip"
+        f"the tokenizer's decoder {json.dumps(spec, ensure_ascii=False)} is not supported; supported are "
+        "ByteLevel, Metaspace, and SentencePiece's Replace, ByteFallback, Fuse, Strip"
     )
 
 
 class Detokenizer:
     """The text of one sequence as its ids arrive.
 
-    `append` returns the text that the new ids complete, never half a character; `finish` returns what is left (the
-    replacement character for bytes that did not become one). All of it joined equals
-    `tokenizer.decode(prompt + ids)` without the text of the prompt. A prompt that ends inside a character is completed
-    by the text that follows it. Ids outside the vocabulary (padding rows of a model) have no text, as in `tokenizers`.
+    `append` returns the text that the new ids complete, never half a character; `finish` returns what is left
+    (the replacement character for bytes that did not become one). All of it joined equals
+    `tokenizer.decode(prompt + ids)` without the text of the prompt. A prompt that ends inside a character is
+    completed by the text that follows it. Ids outside the vocabulary (padding rows of a model) have no text,
+    as in `tokenizers`.
     """
 
     def __init__(
@@ -86,16 +89,74 @@ class Detokenizer:
         return self._stream.finish()
 
     def _seed(self, prompt_token_ids: Sequence[int]) -> None:
-        """Brings the stream to the state behind the prompt. A byte stream only needs the prompt's last character."""
+        """Brings the stream to the state behind the prompt."""
         if self._tokenizer.decoder_rules.byte_level:
+            # All that can matter is an unfinished character, of at most 3 bytes.
             start, num_bytes = len(prompt_token_ids), 0
-            while start > 0 and num_bytes < 3:  # an unfinished character has at most 3 bytes
+            while start > 0 and num_bytes < 3:
                 start -= 1
                 if prompt_token_ids[start] not in self._hidden:
                     num_bytes += len(self._tokenizer.id_to_bytes(prompt_token_ids[start]))
             prompt_token_ids = prompt_token_ids[start:]
         self.append(prompt_token_ids)
         self._stream.drop_complete()
+
+
+class TextStream:
+    """The text of one sequence up to its stop string.
+
+    A stop string that is the text of a special token also ends the sequence when special tokens are hidden
+    from the text; a longer stop string that contains one cannot match then. Stop strings that are complete
+    within the first `min_tokens` tokens are passed over.
+
+    Attributes: `stop_reason`, the stop string that ended the text or None; `num_tokens`, how many ids were
+    taken, the one that completed the stop string last. Ids that come after it are ignored.
+    """
+
+    def __init__(
+        self,
+        tokenizer: "Tokenizer",
+        prompt_token_ids: Sequence[int] = (),
+        *,
+        skip_special_tokens: bool = True,
+        stop: Sequence[str] = (),
+        include_stop: bool = False,
+        min_tokens: int = 0,
+    ):
+        self.stop_reason: str | None = None
+        self.num_tokens = 0
+        self._detokenizer = Detokenizer(tokenizer, prompt_token_ids, skip_special_tokens=skip_special_tokens)
+        self._stops = StopStrings(stop, include=include_stop)
+        self._include_stop = include_stop
+        self._min_tokens = min_tokens
+        special = tokenizer.special_tokens if skip_special_tokens else {}
+        self._hidden_stops = {special[string]: string for string in stop if string in special}
+
+    def append(self, token_ids: Iterable[int]) -> str:
+        """Takes ids, returns the new text that no stop string can still take back."""
+        texts = []
+        for token_id in token_ids:
+            if self.stop_reason is not None:
+                break
+            self.num_tokens += 1
+            armed = self.num_tokens > self._min_tokens
+            text, self.stop_reason = self._stops.push(self._detokenizer.append([token_id]), armed=armed)
+            texts.append(text)
+            if armed and self.stop_reason is None and token_id in self._hidden_stops:
+                texts.append(self.finish())
+                if self.stop_reason is None:
+                    self.stop_reason = self._hidden_stops[token_id]
+                    texts.append(self.stop_reason if self._include_stop else "")
+        return "".join(texts)
+
+    def finish(self) -> str:
+        """No more ids come: returns the text that was held back (which may complete a stop string)."""
+        if self.stop_reason is not None:
+            return ""
+        text, self.stop_reason = self._stops.push(
+            self._detokenizer.finish(), armed=self.num_tokens > self._min_tokens
+        )
+        return text if self.stop_reason is not None else text + self._stops.finish()
 
 
 class _Utf8Stream:

@@ -10,13 +10,14 @@ from typing import Any
 import tokenizers
 
 from checkpoints import gguf_tokenizer
+from checkpoints.gguf import read_header
 from jaxinfer.detokenizer import BYTE_TOKEN, DecoderRules, Detokenizer, decoder_rules
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
 def _byte_of_char() -> dict[str, int]:
-    """GPT-2's byte alphabet: printable Latin-1 stands for itself, the other bytes for U+0100 and on, in order."""
+    """GPT-2's byte alphabet: printable Latin-1 is itself, the other bytes are U+0100 and on, in order."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
@@ -29,8 +30,9 @@ BYTE_OF_CHAR = _byte_of_char()
 class Tokenizer:
     """One model's tokenizer.
 
-    `eos_token_ids` unites what ends a generation: the tokenizer's EOS, and `eos_token_id` of generation_config.json and
-    config.json (its `text_config` too), or the GGUF keys `eos`, `eot` and `eom_token_id`.
+    `eos_token_ids` unites what ends a generation: the tokenizer's EOS, and `eos_token_id` of
+    generation_config.json and config.json (its `text_config` too), or the GGUF keys `eos`, `eot` and
+    `eom_token_id`.
     """
 
     backend: tokenizers.Tokenizer
@@ -43,8 +45,8 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The ids of `text`. Special tokens written in the text are recognized.
 
-        `add_special_tokens` adds what the model's tokenizer adds (BOS). A text that already begins with BOS gets no
-        second one.
+        `add_special_tokens` adds what the model's tokenizer adds (BOS). A text that already begins with BOS
+        gets no second one.
         """
         ids = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         bos = self.bos_token_id
@@ -134,8 +136,6 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         raise FileNotFoundError(f"{path}: no such GGUF file or model directory")
     if path.suffix != ".gguf":
         raise ValueError(f"{path} is neither a .gguf file nor a model directory")
-    from checkpoints.gguf import read_header
-
     try:
         return from_gguf_metadata(read_header(path).metadata)
     except ValueError as error:
@@ -186,13 +186,15 @@ def _from_directory(path: Path) -> Tokenizer:
             token = token.get("content")
         if token is not None:
             named[name] = token
-    missing = [token for token in named.values() if token not in backend.get_added_tokens_decoder().values()]
-    backend.add_special_tokens([token for token in missing if backend.token_to_id(token) is not None])
+    # A token that the configuration names is special also where tokenizer.json holds it as a plain word.
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    in_vocab = [token for token in named.values() if backend.token_to_id(token) is not None]
+    backend.add_special_tokens([token for token in in_vocab if token not in known])
     bos, eos = named.get("bos_token"), named.get("eos_token")
     if "add_bos_token" in config or "add_eos_token" in config:
         _follow_config(backend, config, bos, eos)
 
-    ends = {backend.token_to_id(eos)} if eos is not None else set()
+    ends: set[int | None] = {backend.token_to_id(eos)} if eos is not None else set()
     model_config = _read_json(path / "config.json")
     for source in (
         _read_json(path / "generation_config.json"),
@@ -205,7 +207,7 @@ def _from_directory(path: Path) -> Tokenizer:
         Tokenizer(
             backend=backend,
             bos_token_id=backend.token_to_id(bos) if bos is not None else None,
-            eos_token_ids=frozenset(ends - {None}),
+            eos_token_ids=frozenset(id_ for id_ in ends if id_ is not None),
             named_tokens=named,
             chat_templates=_read_chat_templates(path, config),
         )
@@ -225,7 +227,7 @@ def _follow_config(
 
 
 def _read_chat_templates(path: Path, config: dict[str, Any]) -> dict[str, str]:
-    """chat_template.jinja, else chat_template.json, else tokenizer_config.json; extra ones from their folder."""
+    """From chat_template.jinja before tokenizer_config.json before chat_template.json, and their folder."""
     template = config.get("chat_template") or _read_json(path / "chat_template.json").get("chat_template")
     if isinstance(template, list):  # [{"name": ..., "template": ...}]
         templates = {entry["name"]: entry["template"] for entry in template}
