@@ -1,8 +1,9 @@
 """Pages of the KV cache: a free list, reference counts, and the prefix cache. Host integers only, no jax.
 
-A page is in exactly one state: free (on the free list), held (ref count >= 1), or cached (ref count 0, but its
-content is registered under a prefix key and can be shared again). Cached pages are reclaimed, least recently used
-first, only when the free list is empty. Page 0 is the null page: padding writes there and nobody ever holds it.
+A page is in exactly one state: free (on the free list), held (ref count >= 1), or cached (ref count 0,
+but its content is registered under a prefix key and can be shared again). Cached pages are reclaimed,
+least recently used first, only when the free list is empty. Page 0 is the null page: padding writes
+there, nobody ever holds it.
 """
 
 from array import array
@@ -17,15 +18,10 @@ class OutOfPages(RuntimeError):
     """Fewer pages are free than were asked for."""
 
 
-def hash_page(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """Key of a full page: its tokens hashed with the key of the page before, so equal keys mean equal prefixes."""
-    return blake2b(parent + array("q", token_ids).tobytes(), digest_size=16).digest()
-
-
 class PageAllocator:
     """Hands out pages 1 .. num_pages - 1, each of `page_size` tokens.
 
-    `salt` names what changes K/V for equal tokens (model, dtype, cache dtype); it is part of every prefix key.
+    `salt` names what changes K/V for equal tokens (model, dtype, cache dtype); every prefix key contains it.
     """
 
     def __init__(
@@ -90,7 +86,7 @@ class PageAllocator:
             self._ref_counts[page] += 1
 
     def free(self, pages: Sequence[int]) -> None:
-        """One holder fewer for each page. A sequence gives its pages in order: its tail is reclaimed first."""
+        """One holder fewer for each page, given in the order of the sequence: its tail is reclaimed first."""
         for page in reversed(pages):
             if self._ref_counts[page] == 0:
                 raise ValueError(f"page {page} is freed more often than it is held")
@@ -101,9 +97,15 @@ class PageAllocator:
                 else:
                     self._free.append(page)
 
-    def root_key(self, cache_salt: str = "") -> bytes:
-        """The parent of every first page."""
-        return blake2b(self._salt + b"\0" + cache_salt.encode(), digest_size=16).digest()
+    def extend_keys(self, keys: list[bytes], token_ids: Sequence[int], cache_salt: str = "") -> None:
+        """Appends to `keys` until it has the prefix key of every full page of `token_ids`.
+
+        A key hashes the page's tokens with the key before it: equal keys mean equal prefixes and positions.
+        """
+        for start in range(len(keys) * self.page_size, len(token_ids) - self.page_size + 1, self.page_size):
+            parent = keys[-1] if keys else self._salt + b"\0" + cache_salt.encode()
+            page = array("q", token_ids[start : start + self.page_size]).tobytes()
+            keys.append(blake2b(page, key=blake2b(parent, digest_size=16).digest(), digest_size=16).digest())
 
     def lookup(self, keys: Sequence[bytes]) -> list[int]:
         """Pages of the longest prefix of `keys` that is registered. They are not yet held: `share` them."""

@@ -1,8 +1,9 @@
-"""What a user sends (`SamplingParams`, `Request`), what runs (`Sequence`), what the user gets (`RequestOutput`).
+"""What a user sends (`SamplingParams`, `Request`), what runs (`Sequence`), what comes back (`RequestOutput`).
 
-`SamplingParams` carries vLLM's field names and defaults. A value outside its range raises ValueError with the
-field, the value and the range; a field of vLLM that does not act here raises TypeError with what to use instead.
-Limits that need the model (vocabulary, `max_model_len`) are checked when the request is submitted.
+`SamplingParams` carries vLLM's field names and defaults. A value outside its range raises ValueError with
+the field, the value and the range; a field of vLLM that does not act here raises TypeError with what to
+use instead. Limits that need the model (vocabulary, `max_model_len`) are checked when the request is
+submitted.
 """
 
 import enum
@@ -271,7 +272,7 @@ class SequenceStatus(enum.Enum):
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """The running record of one sample of a request. The scheduler writes it, except where a comment says so."""
+    """The running record of one sample of a request, written by the scheduler but for the last fields."""
 
     request: Request
     index: int = 0  # which of the n samples
@@ -284,7 +285,7 @@ class Sequence:
     num_computed_tokens: int = 0  # tokens whose K/V is in the pages, steps in flight included
     num_pending_tokens: int = 0  # sampled by steps in flight; their ids are on the device only
     num_steps_in_flight: int = 0
-    page_hashes: list[bytes] = field(default_factory=list)  # prefix-cache keys of its first full pages
+    page_keys: list[bytes] = field(default_factory=list)  # prefix-cache keys of its first full pages
     num_registered_pages: int = 0
     claims: set[bytes | str] = field(default_factory=set)  # prefixes it computes while others wait for them
     num_cached_tokens: int = 0  # prompt tokens not computed, at first admission
@@ -314,6 +315,15 @@ class Sequence:
         return len(self.token_ids) + self.num_pending_tokens
 
     @property
+    def num_uncomputed_tokens(self) -> int:
+        return self.num_tokens - self.num_computed_tokens
+
+    @property
+    def ends_in_flight(self) -> bool:
+        """Whether the tokens in flight bring it to its maximal length: there is nothing left to schedule."""
+        return self.num_pending_tokens > 0 and self.num_tokens >= self.max_total_tokens
+
+    @property
     def output_token_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens :]
 
@@ -329,6 +339,22 @@ class Sequence:
     def key(self) -> tuple[int, int, int]:
         """Who goes first: priority, then arrival, then sample index."""
         return (self.request.priority, self.order, self.index)
+
+    def append(self, token: int) -> bool:
+        """Takes in a sampled token. True, with the reason set, if it ends the sequence.
+
+        End ids come before the user's stop ids, both before the length. The first token that may end the
+        sequence is number min_tokens + 1.
+        """
+        self.token_ids.append(token)
+        if self.num_output_tokens > self.params.min_tokens:
+            if token in self.request.end_token_ids and not self.params.ignore_eos:
+                self.finish_reason = "stop"
+            elif token in self.params.stop_token_ids:
+                self.finish_reason, self.stop_reason = "stop", token
+        if self.finish_reason is None and len(self.token_ids) >= self.max_total_tokens:
+            self.finish_reason = "length"
+        return self.finish_reason is not None
 
 
 @dataclass

@@ -1,23 +1,26 @@
-"""Who runs in the next step, on which pages, and what its result means. Host integers only, no jax, no clock.
+"""Who runs in the next step, on which pages, and what its result means. Host integers only: no jax, no clock.
 
-The engine's loop is `step = schedule()`, run it on the device, `commit(step, sampled)`. `schedule` may be called again
-before the commit (dispatch ahead): a sequence's counters move when it is scheduled, and `num_pending_tokens` counts
-the tokens whose ids only the device knows yet. Tokens sampled past the end of a sequence are dropped by `commit`.
+The engine's loop is `step = schedule()`, run it on the device, `commit(step, sampled)`. `schedule` may be
+called again before the commit (dispatch ahead): counters move when a sequence is scheduled, and
+`num_pending_tokens` counts tokens whose ids only the device knows yet. `commit` drops tokens sampled past
+the end of a sequence.
 
-A step holds one query token of every decoding row first, then prompt chunks up to `max_num_batched_tokens`. Requests
-are admitted in order of (priority, arrival). Admission takes pages for all tokens known so far, so only decoding
-grows; when it cannot, the last in that order is preempted: it gives its pages back and later computes its prompt and
-output again, without sampling them again.
+A step holds one query token of every decoding row, then prompt chunks up to `max_num_batched_tokens`.
+Requests are admitted in order of (priority, arrival). Admission takes pages for all tokens known so far,
+so only decoding grows. When it cannot, the last in that order is preempted: it gives its pages back, and
+later computes its prompt and output again without sampling them again.
 """
 
 import heapq
 from bisect import insort
 from collections import deque
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
-from jaxinfer.page_allocator import PageAllocator, hash_page
+from jaxinfer.page_allocator import PageAllocator
 from jaxinfer.request import Request, Sequence, SequenceStatus
 
 
@@ -84,11 +87,9 @@ class Scheduler:
         self.allocator = allocator
         self.running: list[Sequence] = []  # ordered by key
         self._sequences: dict[str, list[Sequence]] = {}  # unfinished requests
-        self._waiting: list[
-            tuple[tuple[int, int, int], Sequence]
-        ] = []  # a heap; finished entries are skipped
+        self._waiting: list[tuple[tuple[int, int, int], Sequence]] = []  # a heap by key
         self._num_waiting = 0
-        # What a running sequence is computing (a prefix key, or the prompt of a request id) and who waits for it.
+        # What running sequences compute (a prefix key, or a request id: its prompt) and who waits for it.
         self._claims: dict[bytes | str, list[Sequence]] = {}
         self._num_parked = 0
         self._in_flight: deque[ScheduledStep] = deque()
@@ -100,7 +101,7 @@ class Scheduler:
         return bool(self._sequences or self._in_flight)
 
     def add(self, request: Request) -> list[Sequence]:
-        """Queues `params.n` sequences. Raises RequestTooLong, with the numbers, if one could never run to its end."""
+        """Queues `params.n` sequences. Raises RequestTooLong, with the numbers, if one could never finish."""
         if request.request_id in self._sequences:
             raise ValueError(f"request id {request.request_id!r} is already in use")
         prompt, max_tokens = len(request.prompt_token_ids), request.params.max_tokens
@@ -110,8 +111,8 @@ class Scheduler:
         total = max(longest, prompt + 1) if max_tokens is None else prompt + max_tokens
         if total > longest or prompt > capacity:
             raise RequestTooLong(
-                f"request {request.request_id}: prompt of {prompt} tokens + max_tokens={max_tokens} does not fit "
-                f"max_model_len={self.config.max_model_len} and a pool of {capacity} tokens; "
+                f"request {request.request_id}: a prompt of {prompt} tokens + max_tokens={max_tokens} does "
+                f"not fit max_model_len={self.config.max_model_len} and a pool of {capacity} tokens; "
                 "shorten the prompt, lower max_tokens, or give the engine more pages"
             )
         order, self._num_submitted = self._num_submitted, self._num_submitted + 1
@@ -125,62 +126,26 @@ class Scheduler:
 
     def schedule(self) -> ScheduledStep | None:
         """The next step, or None when nothing can run before the steps in flight are committed."""
-        config, rows = self.config, list[ScheduledRow]()
         num_steps = self._num_steps()
         preemptions = self._num_preemptions
+        rows = self._decode_rows(num_steps)
+        budget = self.config.max_num_batched_tokens - len(rows)
 
-        # One query token for each row that has one left: decoding, or the last token of a prompt.
-        position = 0
-        while position < len(self.running):
-            seq = self.running[position]
-            if (
-                self._num_uncomputed(seq) == 1
-                and not self._ends_in_flight(seq)
-                and self._grow(seq, num_steps)
-            ):
-                rows.append(self._advance(seq, 1, num_steps))
-            position += seq.status is SequenceStatus.RUNNING  # else it was preempted: the list is shorter
-        budget = config.max_num_batched_tokens - len(rows)
-
-        # Prompt chunks: each takes at most its share of the budget that is left, then the first takes the rest.
+        # Prompt chunks: each gets an equal share of the budget left, and the first what remains.
         chunks: dict[Sequence, int] = {}
-        num_partial = 0
-
-        def give_chunk(seq: Sequence) -> None:
-            nonlocal budget, num_partial
-            share = max(1, budget // max(1, config.max_num_partial_prefills - num_partial))
-            chunks[seq] = min(self._num_uncomputed(seq), share)
-            budget -= chunks[seq]
-            num_partial += chunks[seq] < self._num_uncomputed(seq)
-
-        for seq in self.running:
-            if self._num_uncomputed(seq) > 1 and budget > 0:
-                give_chunk(seq)
         admitted: list[Sequence] = []
         copies: list[tuple[int, int]] = []
-        while (
-            self._waiting
-            and self._free_rows
-            and budget > 0
-            and num_partial < config.max_num_partial_prefills
-            and self._num_preemptions == preemptions
-        ):
-            seq = self._waiting[0][1]
-            if seq.status is SequenceStatus.WAITING:  # else it was aborted while it waited
-                awaited = self._awaited_prefix(seq)
-                if awaited is not None:
-                    if self._num_parked >= config.max_num_seqs:
-                        break  # keeps the cost of a step independent of the length of the queue
-                    self._claims[awaited].append(seq)
-                    self._num_parked += 1
-                elif self._admit(seq, copies):
-                    admitted.append(seq)
-                    give_chunk(seq)
-                else:
-                    break
-            heapq.heappop(self._waiting)
+        under_way = [seq for seq in self.running if seq.num_uncomputed_tokens > 1]
+        admissions = self._admissions(admitted, copies) if self._num_preemptions == preemptions else ()
+        num_free_chunks = self.config.max_num_partial_prefills
+        for seq in chain(under_way, admissions):
+            chunks[seq] = min(seq.num_uncomputed_tokens, max(1, budget // num_free_chunks))
+            budget -= chunks[seq]
+            num_free_chunks -= chunks[seq] < seq.num_uncomputed_tokens
+            if budget == 0 or num_free_chunks == 0:
+                break
         for seq, chunk in chunks.items():
-            extra = min(self._num_uncomputed(seq) - chunk, budget)
+            extra = min(seq.num_uncomputed_tokens - chunk, budget)
             budget -= extra
             rows.append(self._advance(seq, chunk + extra, 1))
 
@@ -193,10 +158,10 @@ class Scheduler:
         return step
 
     def commit(self, step: ScheduledStep, sampled: Seq[Seq[int]]) -> list[int]:
-        """Takes in the token ids of the oldest step in flight: `sampled[i]` for `step.rows[i]` (extra ids are ignored).
+        """Takes in what the oldest step in flight sampled: `sampled[i]` are the ids of `rows[i]`, extra ignored.
 
-        Returns how many tokens of each row were accepted: fewer than sampled past an end, 0 for prompt chunks and
-        for sequences that ended meanwhile.
+        Returns how many of each row were accepted: none past an end, none for prompt chunks and for sequences
+        that ended meanwhile.
         """
         if not self._in_flight or self._in_flight[0] is not step:
             raise ValueError("steps are committed once each, in the order in which they were scheduled")
@@ -212,7 +177,7 @@ class Scheduler:
         stop_reason: int | str | None = None,
         num_output_tokens: int | None = None,
     ) -> None:
-        """Ends `seq` from outside (a stop string was found), keeping its first `num_output_tokens` output tokens.
+        """Ends `seq` from outside (a stop string was found), keeping its first `num_output_tokens` tokens.
 
         Also allowed just after it ended by itself: the text may show a stop before the last token.
         """
@@ -225,7 +190,7 @@ class Scheduler:
             self._leave(seq, SequenceStatus.FINISHED)
 
     def abort(self, request_id: str) -> list[Sequence]:
-        """Ends the unfinished sequences of a request with "abort" and returns them; none if it has ended already."""
+        """Ends the unfinished sequences of a request with "abort" and returns them; none if it has ended."""
         seqs = [seq for seq in self._sequences.get(request_id, ()) if not seq.finished]
         for seq in seqs:
             self.finish(seq, "abort")
@@ -250,22 +215,24 @@ class Scheduler:
 
     # Decoding
 
-    @staticmethod
-    def _num_uncomputed(seq: Sequence) -> int:
-        return seq.num_tokens - seq.num_computed_tokens
-
-    @staticmethod
-    def _ends_in_flight(seq: Sequence) -> bool:
-        """Whether the tokens in flight already bring it to its maximal length (or to the end of a scored prompt)."""
-        return seq.num_pending_tokens > 0 and seq.num_tokens >= seq.max_total_tokens
+    def _decode_rows(self, num_steps: int) -> list[ScheduledRow]:
+        """Rows that have one query token left: they decode, or compute the last token of a prompt."""
+        rows = []
+        position = 0
+        while position < len(self.running):
+            seq = self.running[position]
+            if seq.num_uncomputed_tokens == 1 and not seq.ends_in_flight and self._grow(seq, num_steps):
+                rows.append(self._advance(seq, 1, num_steps))
+            position += seq.status is SequenceStatus.RUNNING  # else it was preempted, and the list is shorter
+        return rows
 
     def _num_steps(self) -> int:
-        """k: more than 1 only if every row decodes, nothing waits, and the pages for k tokens of each row are free."""
+        """k, more than 1 only if every row decodes, nothing waits, and pages for k tokens each are free."""
         k, num_pages, longest = self.config.decode_steps, 0, 1
         if self._num_waiting:
             return 1
         for seq in self.running:
-            if self._num_uncomputed(seq) > 1:
+            if seq.num_uncomputed_tokens > 1:
                 return 1
             num_samples = min(k, seq.max_total_tokens - seq.num_tokens)
             longest = max(longest, num_samples)
@@ -275,7 +242,7 @@ class Scheduler:
         return k if longest > k // 2 and num_pages <= self.allocator.num_free else 1
 
     def _grow(self, seq: Sequence, num_steps: int) -> bool:
-        """Gives `seq` the pages for its next tokens, preempting from the end of the order. False: not in this step."""
+        """Gives `seq` pages for its next tokens, preempting from the end of the order. False: not now."""
         num_samples = max(1, min(num_steps, seq.max_total_tokens - seq.num_tokens))
         missing = self.allocator.num_pages_for(seq.num_computed_tokens + num_samples) - len(seq.pages)
         while missing > self.allocator.num_free:
@@ -295,7 +262,7 @@ class Scheduler:
         """Moves the counters of `seq` over its part of a step."""
         start = seq.num_computed_tokens
         num_samples = 0
-        if num_tokens == self._num_uncomputed(seq):
+        if num_tokens == seq.num_uncomputed_tokens:
             num_samples = min(num_steps, seq.max_total_tokens - seq.num_tokens)
         row = ScheduledRow(seq, start, num_tokens, num_samples, from_row=start >= len(seq.token_ids))
         seq.num_computed_tokens += num_tokens + max(0, num_samples - 1)
@@ -305,6 +272,25 @@ class Scheduler:
 
     # Admission
 
+    def _admissions(self, admitted: list[Sequence], copies: list[tuple[int, int]]) -> Iterator[Sequence]:
+        """Admits in order, while there are rows and pages; parks those whose prefix is under way."""
+        while self._waiting and self._free_rows:
+            _, seq = self._waiting[0]
+            if seq.status is SequenceStatus.WAITING:  # else it was aborted while it waited
+                awaited = self._awaited_prefix(seq)
+                if awaited is None:
+                    if not self._admit(seq, copies):
+                        return
+                    admitted.append(seq)
+                else:
+                    if self._num_parked >= self.config.max_num_seqs:
+                        return  # keeps the cost of a step independent of the length of the queue
+                    self._claims[awaited].append(seq)
+                    self._num_parked += 1
+            heapq.heappop(self._waiting)
+            if seq.status is SequenceStatus.RUNNING:
+                yield seq
+
     def _enqueue(self, seq: Sequence) -> None:
         seq.status = SequenceStatus.WAITING
         heapq.heappush(self._waiting, (seq.key, seq))
@@ -313,16 +299,8 @@ class Scheduler:
         """Keys of the full pages that `seq` could share: at least its last token is always computed."""
         if not self.allocator.enable_prefix_caching:
             return []
-        page_size = self.allocator.page_size
-        self._hash_pages(seq, len(seq.token_ids) // page_size)
-        return seq.page_hashes[: (len(seq.token_ids) - 1) // page_size]
-
-    def _hash_pages(self, seq: Sequence, num_pages: int) -> None:
-        """Extends `seq.page_hashes` to its first `num_pages` pages."""
-        keys, page_size = seq.page_hashes, self.allocator.page_size
-        for page in range(len(keys), num_pages):
-            parent = keys[-1] if keys else self.allocator.root_key(seq.request.cache_salt)
-            keys.append(hash_page(parent, seq.token_ids[page * page_size : (page + 1) * page_size]))
+        self.allocator.extend_keys(seq.page_keys, seq.token_ids, seq.request.cache_salt)
+        return seq.page_keys[: (len(seq.token_ids) - 1) // self.allocator.page_size]
 
     @staticmethod
     def _computes_whole_prompt(seq: Sequence) -> bool:
@@ -339,7 +317,7 @@ class Scheduler:
         return None
 
     def _awaited_prefix(self, seq: Sequence) -> bytes | str | None:
-        """The longest prefix of `seq` that a running sequence is computing now, if waiting for it saves work."""
+        """The longest prefix of `seq` that running sequences compute now, if waiting for it saves work."""
         if self._computes_whole_prompt(seq) or self._fork_source(seq) is not None:
             return None
         if seq.request.request_id in self._claims:
@@ -353,7 +331,7 @@ class Scheduler:
         return awaited
 
     def _admit(self, seq: Sequence, copies: list[tuple[int, int]]) -> bool:
-        """Gives `seq` a row and pages for all its tokens, shared ones where it can. False: not enough pages now."""
+        """Gives `seq` a row and pages for all its tokens, shared where possible. False: too few pages now."""
         allocator = self.allocator
         source = self._fork_source(seq)
         if source is not None:
@@ -365,9 +343,8 @@ class Scheduler:
             num_cached = len(shared) * allocator.page_size
         allocator.share(shared)
         missing = allocator.num_pages_for(len(seq.token_ids)) - len(shared)
-        headroom = len(
-            self.running
-        )  # one page for each running row to grow into, or this one is preempted at once
+        # A page for each running row to grow into, or this one would soon be preempted.
+        headroom = len(self.running)
         if missing + headroom > allocator.num_free:
             allocator.free(shared)
             return False
@@ -398,9 +375,8 @@ class Scheduler:
         num_accepted = 0
         if not seq.finished:
             for token in sampled[: row.num_samples]:
-                seq.token_ids.append(int(token))
                 num_accepted += 1
-                if self._ends_with(seq, int(token)):
+                if seq.append(int(token)):
                     break
             if row.start + row.num_tokens == seq.max_total_tokens:  # max_tokens=0: the prompt was scored
                 seq.finish_reason = "length"
@@ -412,35 +388,23 @@ class Scheduler:
             self._retire(seq)
         return num_accepted
 
-    @staticmethod
-    def _ends_with(seq: Sequence, token: int) -> bool:
-        """Sets the finish reason if `token`, just appended, ends the sequence."""
-        params, num_output = seq.params, seq.num_output_tokens
-        if num_output > params.min_tokens:
-            if token in seq.request.end_token_ids and not params.ignore_eos:
-                seq.finish_reason = "stop"
-            elif token in params.stop_token_ids:
-                seq.finish_reason, seq.stop_reason = "stop", token
-        if seq.finish_reason is None and len(seq.token_ids) >= seq.max_total_tokens:
-            seq.finish_reason = "length"
-        return seq.finish_reason is not None
-
     def _register(self, seq: Sequence, num_committed: int) -> None:
-        """Offers the full pages among the first `num_committed` tokens as prefixes, and wakes who waits for them."""
+        """Offers the full pages of the first `num_committed` tokens as prefixes; wakes who waits for them."""
         if num_committed >= seq.num_prompt_tokens:
             self._wake(seq, seq.request.request_id)
         if not self.allocator.enable_prefix_caching:
             return
         # The K/V of the last token known is not in the pages yet.
         num_pages = min(num_committed, len(seq.token_ids) - 1) // self.allocator.page_size
-        self._hash_pages(seq, num_pages)
-        for page in range(seq.num_registered_pages, num_pages):
-            self.allocator.register(seq.pages[page], seq.page_hashes[page])
-            self._wake(seq, seq.page_hashes[page])
-        seq.num_registered_pages = max(seq.num_registered_pages, num_pages)
+        if num_pages > seq.num_registered_pages:
+            self.allocator.extend_keys(seq.page_keys, seq.token_ids, seq.request.cache_salt)
+            for page in range(seq.num_registered_pages, num_pages):
+                self.allocator.register(seq.pages[page], seq.page_keys[page])
+                self._wake(seq, seq.page_keys[page])
+            seq.num_registered_pages = num_pages
 
     def _wake(self, seq: Sequence, key: bytes | str) -> None:
-        """Puts those who wait for `seq` to compute `key` back into the queue, at their old place in the order."""
+        """Puts those who wait for `seq` to compute `key` back into the queue, at their old place."""
         if key in seq.claims:
             seq.claims.remove(key)
             parked = self._claims.pop(key)
@@ -461,7 +425,7 @@ class Scheduler:
             del self._sequences[seq.request.request_id]
 
     def _retire(self, seq: Sequence) -> None:
-        """Gives back the row and the pages of a sequence that left, unless a step in flight may still write to them."""
+        """Gives back row and pages of a sequence that left, once no step in flight can write to them."""
         if seq.row < 0 or seq.num_steps_in_flight:
             return
         self.allocator.free(seq.pages)

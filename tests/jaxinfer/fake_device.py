@@ -1,7 +1,8 @@
-"""A device without arithmetic: pages hold the tokens themselves, and the next token is a hash of what the pages hold.
+"""A device without arithmetic: pages hold the tokens, and the next token is a hash of what they hold.
 
-If the scheduler ever hands out a page twice, shares one for writing, skips a position, forgets a copy or resumes at the
-wrong place, the tokens read back differ from the sequence's own, so its next token differs from `expected_tokens`.
+If the scheduler ever hands out a page twice, shares one for writing, skips a position, forgets a copy or
+resumes at the wrong place, the tokens read back differ from the sequence's own, so its next token differs
+from `expected_tokens`.
 """
 
 import zlib
@@ -30,9 +31,11 @@ def expected_tokens(request: Request, index: int, vocab: int, max_model_len: int
 
 
 class FakeDevice:
-    """Runs steps in order, as a device stream does. `masks_stops`: rows stop writing at an end id, as decode[b, k] does."""
+    """Runs steps in order, as a device stream does. `masks_stops`: rows stop writing at an end id."""
 
-    def __init__(self, num_pages: int, page_size: int, max_num_seqs: int, vocab: int, masks_stops: bool = True):
+    def __init__(
+        self, num_pages: int, page_size: int, max_num_seqs: int, vocab: int, masks_stops: bool = True
+    ):
         self.page_size, self.vocab, self.masks_stops = page_size, vocab, masks_stops
         self.slots: list[int | None] = [None] * (num_pages * page_size)
         self.last_token: list[int | None] = [None] * max_num_seqs
@@ -69,7 +72,9 @@ class FakeDevice:
                     position += 1
                 token = next_token(self._read(seq, position), seq.index, self.vocab)
                 sampled.append(token)
-                may_end = position - seq.num_prompt_tokens >= seq.params.min_tokens and not seq.params.ignore_eos
+                may_end = (
+                    position - seq.num_prompt_tokens >= seq.params.min_tokens and not seq.params.ignore_eos
+                )
                 if self.masks_stops and may_end and token in seq.request.end_token_ids:
                     break
             self.last_token[seq.row] = sampled[-1] if sampled else None
