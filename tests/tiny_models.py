@@ -2,7 +2,7 @@
 
 The golden values in `tests/golden/tiny/` were computed by transformers from exactly these weights, so the
 weights themselves need not be kept. Every value is an integer from PCG64's raw bits times one float32
-constant: no transcendental function, no sampling algorithm that another numpy or CPU could compute differently.
+constant: no transcendental function or sampling algorithm that another numpy or CPU computes differently.
 (Runs under Python 3.11 too, where the oracle lives.)
 """
 

@@ -1,0 +1,49 @@
+# make demo   set up, fetch a real model, answer a question
+# make test   set up, fetch, run every check and test (`make test-slow` for the longer cases)
+
+MODEL := smollm2-135m-instruct
+QUESTION := What is the capital of France? Answer in one sentence.
+OLDEST_JAX := 0.11.2
+PIP_INSTALL := -m pip install -qq --disable-pip-version-check
+
+.PHONY: setup model demo test test-slow test-smoke-oldest lint format clean
+
+setup: .venv/installed
+
+model: setup
+	@.venv/bin/jaxinfer fetch $(MODEL)
+
+demo: model
+	@.venv/bin/jaxinfer generate --model $(MODEL) --chat "$(QUESTION)"
+
+test: model lint
+	.venv/bin/pytest -m "not slow"
+
+test-slow: model
+	.venv/bin/pytest -m slow
+
+# The two-minute part of the suite on the oldest jax that is supported.
+test-smoke-oldest: model .venv-oldest/installed
+	.venv-oldest/bin/pytest -m smoke
+
+lint: setup
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+
+format: setup
+	.venv/bin/ruff check --fix .
+	.venv/bin/ruff format .
+
+clean:
+	rm -rf .venv .venv-oldest build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+.venv-oldest/installed: AT_JAX := jax==$(OLDEST_JAX) jaxlib==$(OLDEST_JAX)
+
+# A venv is made anew where its pip does not run (none yet, or cut short), and brought up to date after pyproject.toml.
+%/installed: pyproject.toml
+	@$*/bin/python -m pip --version >/dev/null 2>&1 || { \
+	    python=$$(scripts/find_python.sh) && echo "Making $* with $$python" && "$$python" -m venv --clear $*; }
+	@echo "Installing jaxinfer into $* (the first time takes a minute or two)"
+	@$*/bin/python $(PIP_INSTALL) -e '.[dev]' $(AT_JAX)
+	@touch $@
