@@ -37,6 +37,11 @@ UNSUPPORTED_FIELDS = {
 }
 
 
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
 def _real(name: str, value: Any, low: float, high: float, open_low: bool = False) -> float:
     """`value` as a finite float in [low, high] (`(low, high]` when open_low), or ValueError."""
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
@@ -46,21 +51,25 @@ def _real(name: str, value: Any, low: float, high: float, open_low: bool = False
         or not (low < value if open_low else low <= value)
         or value > high
     ):
-        raise ValueError(f"{name}={value!r} must be a number in {'(' if open_low else '['}{low:g}, {high:g}]")
+        raise ValueError(
+            f"{name}={_shown(value)} must be a number in {'(' if open_low else '['}{low:g}, {high:g}]"
+        )
     return float(value)
 
 
 def _integer(name: str, value: Any, low: int, high: int) -> int:
     is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     if not is_integer or not low <= value <= high:
-        raise ValueError(f"{name}={value!r} must be an integer in [{low}, {high}]")
+        raise ValueError(f"{name}={_shown(value)} must be an integer in [{low}, {high}]")
     return int(value)
 
 
 def _many(name: str, values: Any, cap: int | None) -> list[Any]:
     """The items of a list field; `cap` bounds its length."""
+    if values is None:
+        return []
     if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
-        raise ValueError(f"{name}={values!r} must be a list")
+        raise ValueError(f"{name}={_shown(values)} must be a list")
     items = list(values)
     if cap is not None and len(items) > cap:
         raise ValueError(f"{name} has {len(items)} entries; at most {cap} are allowed")
@@ -75,9 +84,8 @@ def _strings(name: str, values: Any, cap: int) -> tuple[str, ...]:
     items = _many(name, values, cap)
     for text in items:
         if not isinstance(text, str) or not 1 <= len(text) <= MAX_STRING_CHARS:
-            shown = repr(text) if len(repr(text)) < 80 else repr(text)[:77] + "..."
             raise ValueError(
-                f"{name} holds {shown}; each must be a string of 1 to {MAX_STRING_CHARS} characters"
+                f"{name} holds {_shown(text)}; each must be a string of 1 to {MAX_STRING_CHARS} characters"
             )
     return tuple(items)
 
@@ -151,14 +159,14 @@ class SamplingParams:
             put("truncate_prompt_tokens", kept)
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize"):
             if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")
+                raise ValueError(f"{name}={_shown(getattr(self, name))} must be True or False")
 
-        stop = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         put("stop", _strings("stop", stop, MAX_STOP_STRINGS))
         if self.stop and not self.detokenize:
-            raise ValueError(f"stop={self.stop!r} needs detokenize=True: stop strings are matched in text")
-        put("bad_words", _strings("bad_words", self.bad_words or (), MAX_BIAS_ENTRIES))
-        put("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids or (), MAX_LABEL_IDS))
+            raise ValueError("stop needs detokenize=True: stop strings are matched in text")
+        put("bad_words", _strings("bad_words", self.bad_words, MAX_BIAS_ENTRIES))
+        put("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids, MAX_LABEL_IDS))
         if self.logprob_token_ids is not None:
             put("logprob_token_ids", _token_ids("logprob_token_ids", self.logprob_token_ids, MAX_LABEL_IDS))
         if self.allowed_token_ids is not None:
@@ -168,7 +176,7 @@ class SamplingParams:
         if self.logit_bias is not None:
             put("logit_bias", _logit_bias(self.logit_bias))
         if self.extra_args is not None and not isinstance(self.extra_args, Mapping):
-            raise ValueError(f"extra_args={self.extra_args!r} must be a dict")
+            raise ValueError(f"extra_args={_shown(self.extra_args)} must be a dict")
 
     @property
     def greedy(self) -> bool:
@@ -189,7 +197,7 @@ class SamplingParams:
 def _logit_bias(bias: Any) -> dict[int, float]:
     """Keys as token ids (JSON gives them as strings of digits), values in [-100, 100]."""
     if not isinstance(bias, Mapping):
-        raise ValueError(f"logit_bias={bias!r} must be a dict of token id to number")
+        raise ValueError(f"logit_bias={_shown(bias)} must be a dict of token id to number")
     if len(bias) > MAX_BIAS_ENTRIES:
         raise ValueError(f"logit_bias has {len(bias)} entries; at most {MAX_BIAS_ENTRIES} are allowed")
     result = {}

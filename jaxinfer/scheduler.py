@@ -51,9 +51,7 @@ class ScheduledRow(NamedTuple):
     seq: Sequence
     start: int  # position of the first query token
     num_tokens: int  # query tokens of the step (of its first iteration, when num_steps > 1)
-    num_samples: (
-        int  # 0: chunk of an unfinished prompt; else 1, up to num_steps. Later iterations must not write
-    )
+    num_samples: int  # 0: prompt chunk; else 1 to num_steps. Iterations past it write to the null page
     from_row: bool  # the input id is the row's last token on the device; the host does not know it yet
 
     @property
@@ -158,7 +156,7 @@ class Scheduler:
         return step
 
     def commit(self, step: ScheduledStep, sampled: Seq[Seq[int]]) -> list[int]:
-        """Takes in what the oldest step in flight sampled: `sampled[i]` are the ids of `rows[i]`, extra ignored.
+        """Takes in what the oldest step in flight sampled: `sampled[i]` for `rows[i]`, extra ids ignored.
 
         Returns how many of each row were accepted: none past an end, none for prompt chunks and for sequences
         that ended meanwhile.
@@ -343,8 +341,7 @@ class Scheduler:
             num_cached = len(shared) * allocator.page_size
         allocator.share(shared)
         missing = allocator.num_pages_for(len(seq.token_ids)) - len(shared)
-        # A page for each running row to grow into, or this one would soon be preempted.
-        headroom = len(self.running)
+        headroom = len(self.running)  # a page for each row to grow into, else this one is soon preempted
         if missing + headroom > allocator.num_free:
             allocator.free(shared)
             return False
