@@ -99,11 +99,12 @@ class _Atoms:
     """
 
     def __init__(self, tokenizer: Tokenizer, template: str):
-        added = [token for token in tokenizer.added_tokens.values() if token.content]
-        special = [token.content for token in added if token.special]
-        in_template = [token.content for token in added if not token.special and token.content in template]
+        added = {token.content: id_ for id_, token in tokenizer.added_tokens.items() if token.content}
+        special = [token for token in added if token in tokenizer.special_tokens]
+        in_template = [token for token in added if token not in special and token in template]
         self.control = _any_of(special + in_template)
         self.special = _any_of(special)
+        self.control_ids = {added[token] for token in special + in_template}
         self._atom_of: dict[str, str] = {}
         self.texts: list[str] = []  # what atom i stands for
 
@@ -197,7 +198,13 @@ def _encode(tokenizer: Tokenizer, text: str, atoms: _Atoms) -> list[int]:
         hidden = atoms.texts[ord(match[0]) - _FIRST_ATOM]
         ids += _encode_piece(tokenizer, hidden, plain=True, first=match.start() == 0)
         start = match.end()
-    return ids + _encode_piece(tokenizer, text[start:], plain=False, first=start == 0)
+    ids += _encode_piece(tokenizer, text[start:], plain=False, first=start == 0)
+
+    # A tokenizer that normalizes text, or merges it to a special token, could still make one out of it.
+    written = sum(not _ATOM.match(match[0]) for match in atoms.control.finditer(text))
+    if sum(id_ in atoms.control_ids for id_ in ids) > written:
+        raise ValueError("a message holds text that this tokenizer turns into a control token; remove it")
+    return ids
 
 
 def _encode_piece(tokenizer: Tokenizer, text: str, *, plain: bool, first: bool) -> list[int]:
