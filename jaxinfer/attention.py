@@ -1,5 +1,7 @@
 """Append the new K and V to their pages, then attend over the pages: the model's only door to the kernels."""
 
+from typing import Any
+
 import jax
 
 from jaxinfer.batch import StepBatch
@@ -27,7 +29,7 @@ def append_and_attend(
     pages, scales = kv_append(
         k, v, pages, scales, batch.slot_mappings[group], implementation=spec.implementation
     )
-    out = ragged_paged_attention(
+    out: Any = ragged_paged_attention(
         q,
         pages,
         scales,

@@ -32,6 +32,11 @@ class Extras(struct.PyTreeNode):
     min_tokens: Array  # i32[B]
     stop_ids: Array  # i32[B, S] not allowed before min_tokens outputs exist; padded by repetition
 
+    @property
+    def list_lengths(self) -> tuple[int, int, int, int]:
+        """(M, W, L, S): what a program with extras is compiled for, beside B and V."""
+        return (self.bias_ids.shape[1], *self.bad_words.shape[1:], self.stop_ids.shape[1])
+
 
 def asks_for_extras(params: Any, bad_words: Sequence[Sequence[int]] = ()) -> bool:
     """Whether a row with these SamplingParams needs `Extras`."""

@@ -22,7 +22,7 @@ from flax import struct
 from jaxinfer import sampling
 from jaxinfer.batch import StepBatch, last_token_indices, next_decode
 from jaxinfer.kv_cache import KVCache
-from jaxinfer.sampling import RowState, SampleOutput, SamplingBatch
+from jaxinfer.sampling import LogprobsMode, RowState, SampleOutput, SamplingBatch, Variant
 
 logger = logging.getLogger(__name__)
 
@@ -46,17 +46,84 @@ class Program:
     num_tokens: int  # T
     num_rows: int  # B
     num_steps: int = 1  # k
-    variant: str = "greedy"  # of the sampler
+    variant: Variant = "greedy"  # of the sampler
     num_logprobs: int | None = None  # alternatives returned per token; None returns no logprobs
+    extras_shape: tuple[int, int, int, int] | None = (
+        None  # lengths of the lists in Extras, for variant "full"
+    )
 
     def __str__(self) -> str:
         shape = (
-            f"{self.num_tokens},{self.num_rows}"
-            if self.kind == "prefill"
-            else f"{self.num_rows},{self.num_steps}"
+            (self.num_tokens, self.num_rows) if self.kind == "prefill" else (self.num_rows, self.num_steps)
         )
         logprobs = "" if self.num_logprobs is None else f" logprobs={self.num_logprobs}"
-        return f"{self.kind}[{shape}] {self.variant}{logprobs}"
+        return f"{self.kind}[{shape[0]},{shape[1]}] {self.variant}{logprobs}"
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """The shapes that programs are compiled for; a step takes the smallest that holds it.
+
+    Each decode row count exists with k = 1; those up to `max_multi_step_rows` with k = decode_steps too.
+    """
+
+    prefill: tuple[tuple[int, int], ...]  # (T, B), cheapest first
+    decode: tuple[int, ...]  # B, ascending
+    decode_steps: int  # k
+    max_multi_step_rows: int
+    variants: tuple[Variant, ...] = ("greedy",)  # compiled at warm-up
+
+    @staticmethod
+    def default(
+        max_num_seqs: int, max_num_batched_tokens: int, decode_steps: int, platform: str
+    ) -> "Buckets":
+        """A lattice of at most 16 greedy programs.
+
+        On CPU a step's time grows with its rows, so row counts are close and only few rows take k steps at
+        once (the host costs little beside a step of many rows). Elsewhere rows are nearly free.
+        """
+        if platform == "cpu":
+            rows = [b for b in (1, 4, 8, 16, 24, 32, 48) if b < max_num_seqs]
+            multi = min(8, max_num_seqs)
+        else:
+            rows = [b for b in (8, 64, 256, 1024) if b < max_num_seqs]
+            multi = max_num_seqs
+        tokens = max_num_batched_tokens
+        wide = [(t, max_num_seqs) for t in (max_num_seqs, 256) if max_num_seqs <= t < tokens]
+        alone = [(t, 1) for t in (128,) if t < tokens]
+        prefill = [*alone, (tokens, 1), *dict.fromkeys(wide), (tokens, max_num_seqs)]
+        return Buckets(
+            prefill=tuple(sorted(dict.fromkeys(prefill), key=lambda shape: (shape[0], shape[1]))),
+            decode=(*rows, max_num_seqs),
+            decode_steps=decode_steps,
+            max_multi_step_rows=multi,
+        )
+
+    def programs(self) -> list[Program]:
+        """All programs that warm-up compiles, the ones needed first at the front."""
+        shapes = [("prefill", t, b, 1) for t, b in self.prefill]
+        shapes += [("decode", b, b, 1) for b in self.decode]
+        if self.decode_steps > 1:
+            shapes += [
+                ("decode", b, b, self.decode_steps) for b in self.decode if b <= self.max_multi_step_rows
+            ]
+        return [Program(kind, t, b, k, variant) for variant in self.variants for kind, t, b, k in shapes]
+
+    def shape(self, num_tokens: int, num_rows: int, num_steps: int) -> tuple[str, int, int]:
+        """(kind, T, B) of the smallest bucket for a step.
+
+        Raises:
+          ValueError: there is none.
+        """
+        if num_tokens == num_rows:
+            for b in self.decode:
+                if num_rows <= b and (num_steps == 1 or b <= self.max_multi_step_rows):
+                    return "decode", b, b
+        else:
+            for t, b in self.prefill:
+                if num_tokens <= t and num_rows <= b:
+                    return "prefill", t, b
+        raise ValueError(f"no bucket holds {num_tokens} tokens of {num_rows} rows, {num_steps} steps: {self}")
 
 
 def step(
@@ -68,9 +135,9 @@ def step(
     batch: StepBatch,
     sampling_batch: SamplingBatch | None,
     *,
-    variant: str = "greedy",
+    variant: Variant = "greedy",
     num_logprobs: int | None = None,
-    logprobs_mode: str = "raw",
+    logprobs_mode: LogprobsMode = "raw",
 ) -> tuple[SampleOutput, KVCache, RowState]:
     """One forward over the batch and one drawn token per row that samples.
 
@@ -103,7 +170,7 @@ def run_steps(
     model: ModuleType,
     config: Any,
     program: Program,
-    logprobs_mode: str,
+    logprobs_mode: LogprobsMode,
     weights: Any,
     kv_cache: KVCache,
     rows: RowState,
@@ -143,57 +210,53 @@ def run_steps(
 
 
 class Programs:
-    """Compiles programs ahead of time, keeps them, counts them, and says when one was missing.
-
-    `arguments(program)` gives the abstract arguments (ShapeDtypeStructs, or arrays) of a program after
-    the weights: (kv_cache, rows, batch, sampling_batch, limits).
-    """
+    """Compiles programs ahead of time, keeps them, counts them, and says when one was missing."""
 
     def __init__(
         self,
         model: ModuleType,
         config: Any,
-        weights: Any,
-        arguments: Callable[[Program], tuple],
         *,
-        logprobs_mode: str = "raw",
+        logprobs_mode: LogprobsMode = "raw",
         matmul_precision: str | None = None,
         strict: bool = False,
     ) -> None:
-        self._model, self._config, self._weights = model, config, weights
-        self._arguments, self._logprobs_mode = arguments, logprobs_mode
+        self._model, self._config, self._logprobs_mode = model, config, logprobs_mode
         self._precision, self._strict = matmul_precision, strict
-        self._compiled: dict[Program, Any] = {}
+        self._compiled: dict[Program, Callable[..., Any]] = {}
         self._lock = threading.Lock()
-        self.warm = False  # set once all declared programs are compiled
+        self.warm = False  # set once all programs of the buckets are compiled
         self.compile_seconds = 0.0
 
     def __len__(self) -> int:
         return len(self._compiled)
 
-    def __contains__(self, program: Program) -> bool:
-        return program in self._compiled
+    def get(self, program: Program, arguments: tuple) -> Callable[..., Any]:
+        """The executable of `program`, compiled for `arguments` of `run_steps` if it is not there yet.
 
-    def compile(self, program: Program) -> Any:
-        """The executable of `program`; compiled if it is not there yet.
+        Args:
+          program: what to compile.
+          arguments: (weights, kv_cache, rows, batch, sampling_batch, limits), arrays or their shapes.
 
         Raises:
-          RuntimeError: the engine is warm and strict.
+          RuntimeError: the engine is warm and strict, and `program` is none of its buckets.
         """
         with self._lock:
-            if program in self._compiled:
-                return self._compiled[program]
-            if self.warm:
-                message = f"program {program} was not among those compiled at warm-up"
-                if self._strict:
-                    raise RuntimeError(f"{message}, and strict_compile=True forbids to compile it now")
-                logger.warning("%s; compiling it now", message)
-            start = time.perf_counter()
-            run = partial(run_steps, self._model, self._config, program, self._logprobs_mode)
-            with jax.default_matmul_precision(self._precision or "default"):
-                lowered = jax.jit(run, donate_argnums=(1, 2)).lower(self._weights, *self._arguments(program))
-                self._compiled[program] = lowered.compile()
-            seconds = time.perf_counter() - start
-            self.compile_seconds += seconds
-            logger.info("compiled %s in %.2f s", program, seconds)
+            if program not in self._compiled:
+                if self.warm:
+                    self._late(program)
+                start = time.perf_counter()
+                run = partial(run_steps, self._model, self._config, program, self._logprobs_mode)
+                with jax.default_matmul_precision(self._precision or "default"):
+                    lowered = jax.jit(run, donate_argnums=(1, 2)).lower(*arguments)
+                    self._compiled[program] = lowered.compile()
+                seconds = time.perf_counter() - start
+                self.compile_seconds += seconds
+                logger.info("compiled %s in %.2f s", program, seconds)
             return self._compiled[program]
+
+    def _late(self, program: Program) -> None:
+        message = f"program {program} was not among those compiled at warm-up"
+        if self._strict:
+            raise RuntimeError(f"{message}, and strict_compile=True forbids to compile it now")
+        logger.warning("%s; compiling it now", message)

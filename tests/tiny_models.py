@@ -143,6 +143,8 @@ def write_hf(
 
     The arrays keep their dtype (ml_dtypes.bfloat16 included)."""
     directory.mkdir(parents=True, exist_ok=True)
+    # safetensors writes the buffer as it lies in memory: a transposed view would be written untransposed.
+    weights = {name: np.ascontiguousarray(value) for name, value in weights.items()}
     (directory / "config.json").write_text(json.dumps(config, indent=2))
     if num_shards == 1:
         save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})

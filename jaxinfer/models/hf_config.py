@@ -1,4 +1,4 @@
-"""Reading a Hugging Face `config.json`: what is understood is used, inert keys are known, the rest refused."""
+"""Reading a Hugging Face `config.json`: what is understood is used, inert keys are known, others refused."""
 
 from typing import Any
 

@@ -186,7 +186,8 @@ def forward(
     """Hidden states [T, D] of the batch's tokens after the final norm, and the cache with them appended."""
     x = quantization.take(weights.embed, batch.token_ids).astype(config.dtype)
     rope = layers.rope_table(config.rope, batch.positions)
-    pages, scales = list(kv_cache.pages), list(kv_cache.scales or [None] * config.num_layers)
+    pages: list[Any] = list(kv_cache.pages)
+    scales: list[Any] = list(kv_cache.scales or [None] * config.num_layers)
     for i, layer in enumerate(weights.layers):
         x, pages[i], scales[i] = _layer(config, kv_cache.spec, layer, x, pages[i], scales[i], rope, batch)
     x = layers.rms_norm(x, weights.final_norm, config.rms_norm_eps)

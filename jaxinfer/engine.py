@@ -1,0 +1,356 @@
+"""The loop: token ids in, token ids out. Sole owner of device state, of steps in flight, and of clocks.
+
+One `step()` asks the scheduler what runs, dispatches it, and then reads the step before it: the device works
+on step n + 1 while the host takes in step n. Sampled tokens stay on the device (`RowState.last_token`), so
+the next step never waits for the host.
+"""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxinfer import batch as batches
+from jaxinfer import kv_cache as kv
+from jaxinfer import sampling
+from jaxinfer.batch import StepBatch
+from jaxinfer.kv_cache import KVCacheSpec
+from jaxinfer.page_allocator import PageAllocator
+from jaxinfer.request import MAX_LOGPROBS, Logprob, Request, RequestMetrics, Sequence
+from jaxinfer.sampling import LogprobsMode, SampleOutput, SamplingBatch, SamplingRow, Variant
+from jaxinfer.scheduler import ScheduledStep, Scheduler, SchedulerConfig
+from jaxinfer.step import NUM_END_IDS, Buckets, DecodeLimits, Program, Programs
+
+logger = logging.getLogger(__name__)
+
+PAGE_COPIES = 16  # page copies done by one call; more take several calls
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """What is static about an engine, beside the model and its cache."""
+
+    scheduler: SchedulerConfig
+    buckets: Buckets
+    logprobs_mode: LogprobsMode = "raw"
+    matmul_precision: str | None = None
+    strict_compile: bool = False
+    enable_prefix_caching: bool = True
+    cache_salt: str = ""  # names the model: pages are shared only under the same salt
+
+
+@dataclass(frozen=True)
+class Advance:
+    """What one committed step brought one sequence."""
+
+    seq: Sequence
+    num_new_tokens: int
+
+
+class Engine:
+    """Runs requests on one set of weights and one cache. Not thread-safe.
+
+    `bad_word_ids(text)` turns a bad word into the token id sequences to be banned; it is needed only for
+    requests that have bad words.
+    """
+
+    def __init__(
+        self,
+        model: ModuleType,
+        model_config: Any,
+        weights: Any,
+        spec: KVCacheSpec,
+        config: EngineConfig,
+        *,
+        bad_word_ids: Callable[[str], list[list[int]]] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.model_config, self.spec, self.config = model_config, spec, config
+        self.weights, self.clock = weights, clock
+        self._bad_word_ids = bad_word_ids
+        self._pages_per_row = kv.pages_needed(config.scheduler.max_model_len, spec.page_size)
+        self._init_cache = jax.jit(partial(kv.init, spec))
+        self._copy_pages = jax.jit(kv.copy_pages, donate_argnums=0)
+        self._set_row = jax.jit(sampling.set_row, donate_argnums=0)
+        self._allocate()
+        self.programs = Programs(
+            model,
+            model_config,
+            logprobs_mode=config.logprobs_mode,
+            matmul_precision=config.matmul_precision,
+            strict=config.strict_compile,
+        )
+        self._start_host_state()
+
+    def _allocate(self) -> None:
+        """Device state: the pages of the cache, and what rows keep between steps."""
+        scheduler = self.config.scheduler
+        self._cache = self._init_cache()
+        self._rows = sampling.init_row_state(scheduler.max_num_seqs, scheduler.max_model_len)
+
+    def _start_host_state(self) -> None:
+        allocator = PageAllocator(
+            self.spec.num_pages,
+            self.spec.page_size,
+            self.config.enable_prefix_caching,
+            salt=f"{self.config.cache_salt} {self.spec.dtype}",
+        )
+        self.scheduler = Scheduler(self.config.scheduler, allocator)
+        self._in_flight: deque[tuple[ScheduledStep, SampleOutput]] = deque()
+        self._sampling_key: tuple | None = None
+        self._sampling: tuple[Variant, SamplingBatch | None, tuple | None] = ("greedy", None, None)
+        self._unfinished: dict[Sequence, SamplingRow] = {}
+
+    # Requests
+
+    @property
+    def has_unfinished(self) -> bool:
+        return self.scheduler.has_unfinished
+
+    def add(self, request: Request) -> list[Sequence]:
+        """Queues a request.
+
+        Raises:
+          ValueError: it can never run here (too long, token ids outside the vocabulary); the message says why.
+        """
+        params, vocab = request.params, self.model_config.vocab_size
+        self._check_ids("prompt_token_ids", request.prompt_token_ids, vocab)
+        for name in ("allowed_token_ids", "stop_token_ids", "logit_bias", "logprob_token_ids"):
+            self._check_ids(name, getattr(params, name) or (), vocab)
+        for name in ("prompt_logprobs", "logprob_token_ids", "extra_args"):
+            if getattr(params, name) is not None:
+                raise NotImplementedError(f"{name} does not act yet; leave it out")
+        words = [ids for word in params.bad_words or () for ids in self._ban(word)]
+        ends = (frozenset() if params.ignore_eos else request.end_token_ids) | set(
+            params.stop_token_ids or ()
+        )
+        sequences = self.scheduler.add(request)
+        for seq in sequences:
+            seq.metrics = RequestMetrics(arrival_time=request.arrival_time)
+            self._unfinished[seq] = SamplingRow(
+                params, request.seed, seq.index, seq.num_prompt_tokens, tuple(sorted(ends)), words
+            )
+        return sequences
+
+    @staticmethod
+    def _check_ids(name: str, ids: Any, vocab_size: int) -> None:
+        wrong = [i for i in ids if not 0 <= i < vocab_size]
+        if wrong:
+            raise ValueError(f"{name} has {wrong[0]}; token ids of this model are 0 to {vocab_size - 1}")
+
+    def _ban(self, word: str) -> list[list[int]]:
+        if self._bad_word_ids is None:
+            raise ValueError(f"bad_words={word!r} needs a tokenizer, and this engine has none")
+        return self._bad_word_ids(word)
+
+    def finish(self, seq: Sequence, reason: str, stop_reason: Any, num_output_tokens: int) -> None:
+        """Ends a sequence from outside (a stop string), keeping its first `num_output_tokens` tokens."""
+        self.scheduler.finish(seq, reason, stop_reason, num_output_tokens)
+        del seq.logprobs[num_output_tokens:]
+        self._settle(seq, self.clock())
+
+    def abort(self, request_id: str) -> None:
+        """Ends what is unfinished of a request with finish_reason "abort"."""
+        now = self.clock()
+        for seq in self.scheduler.abort(request_id):
+            self._settle(seq, now)
+
+    # The loop
+
+    def step(self) -> list[Advance]:
+        """Dispatches the next step and takes in the one before it: what that brought each of its sequences.
+
+        Whatever is raised here (Ctrl-C too) ends every unfinished request with "abort" and leaves an engine
+        that works.
+        """
+        try:
+            scheduled = self.scheduler.schedule()
+            if scheduled is not None:
+                self._dispatch(scheduled)
+            if len(self._in_flight) > (scheduled is not None):
+                return self._commit(*self._in_flight.popleft())
+            return []
+        except BaseException:
+            self._reset()
+            raise
+
+    def _dispatch(self, scheduled: ScheduledStep) -> None:
+        now = self.clock()
+        self._prepare_pages_and_rows(scheduled, now)
+        program, sampling_batch = self._program(scheduled)
+        rows = scheduled.rows
+        batch = self._pack(
+            program,
+            [
+                (
+                    (0,) if row.from_row else row.seq.token_ids[row.start : row.start + row.num_tokens],
+                    row.start,
+                    row.seq.pages,
+                )
+                for row in rows
+            ],
+            row_ids=[row.seq.row for row in rows],
+            from_row=[row.from_row for row in rows],
+            samples=[row.samples for row in rows],
+        )
+        limits = self._limits(scheduled, program) if program.num_steps > 1 else None
+        arguments = (self.weights, self._cache, self._rows, batch, sampling_batch, limits)
+        output, self._cache, self._rows = self.programs.get(program, arguments)(*arguments)
+        self._in_flight.append((scheduled, output))
+
+    def _pack(self, program: Program, rows: list, **per_row: Any) -> StepBatch:
+        return batches.pack(
+            rows,
+            page_size=self.spec.page_size,
+            num_tokens=program.num_tokens,
+            num_rows=program.num_rows,
+            pages_per_row=self._pages_per_row,
+            spare_row=self.config.scheduler.max_num_seqs,
+            max_q_len=1 if program.kind == "decode" else program.num_tokens,
+            **per_row,
+        )
+
+    def _prepare_pages_and_rows(self, scheduled: ScheduledStep, now: float) -> None:
+        for begin in range(0, len(scheduled.page_copies), PAGE_COPIES):
+            pairs = np.zeros((2, PAGE_COPIES), np.int32)
+            part = scheduled.page_copies[begin : begin + PAGE_COPIES]
+            pairs[:, : len(part)] = np.array(part).T
+            self._cache = self._copy_pages(self._cache, pairs[0], pairs[1])
+        for seq in scheduled.admitted:
+            assert seq.metrics is not None
+            if seq.metrics.first_scheduled_time is None:
+                seq.metrics.first_scheduled_time = now
+            if seq.params.needs_history:
+                padded = np.zeros(self.config.scheduler.max_model_len, np.int32)
+                padded[: len(seq.token_ids)] = seq.token_ids
+                self._rows = self._set_row(
+                    self._rows, np.int32(seq.row), padded, np.int32(len(seq.token_ids))
+                )
+
+    def _program(self, scheduled: ScheduledStep) -> tuple[Program, SamplingBatch | None]:
+        """The program that runs a step, and its sampling parameters (None for greedy rows)."""
+        seqs = tuple(row.seq for row in scheduled.rows)
+        kind, num_tokens, num_rows = self.config.buckets.shape(
+            scheduled.num_tokens, len(seqs), scheduled.num_steps
+        )
+        # While the same rows run, their parameters stay on the device.
+        if self._sampling_key != (seqs, num_rows):
+            known = [self._unfinished[seq] for seq in seqs]
+            variant, on_device, extras_shape = sampling.variant_of(known), None, None
+            if variant != "greedy":
+                host = SamplingBatch.from_rows(known, num_rows, self.model_config.vocab_size)
+                extras_shape = None if host.extras is None else host.extras.list_lengths
+                on_device = jax.device_put(host)
+            self._sampling_key, self._sampling = (seqs, num_rows), (variant, on_device, extras_shape)
+        variant, on_device, extras_shape = self._sampling
+        wanted = [seq.params.logprobs for seq in seqs if seq.params.logprobs is not None]
+        num_logprobs = None if not wanted else self.model_config.vocab_size if -1 in wanted else MAX_LOGPROBS
+        program = Program(
+            kind, num_tokens, num_rows, scheduled.num_steps, variant, num_logprobs, extras_shape
+        )
+        return program, on_device
+
+    def _limits(self, scheduled: ScheduledStep, program: Program) -> DecodeLimits:
+        end_ids = np.full((program.num_rows, NUM_END_IDS), self.model_config.vocab_size, np.int32)
+        end_from = np.zeros(program.num_rows, np.int32)
+        last_position = np.zeros(program.num_rows, np.int32)
+        for b, row in enumerate(scheduled.rows):
+            # More end ids than there is room for: the host sees those, and drops what follows them.
+            ends = self._unfinished[row.seq].end_ids[:NUM_END_IDS]
+            end_ids[b, : len(ends)] = ends
+            end_from[b] = row.seq.num_prompt_tokens + row.seq.params.min_tokens
+            last_position[b] = row.start + row.num_samples
+        return DecodeLimits(end_ids=end_ids, end_from=end_from, last_position=last_position)  # type: ignore[arg-type]
+
+    def _commit(self, scheduled: ScheduledStep, output: SampleOutput) -> list[Advance]:
+        host: SampleOutput = jax.device_get(output)  # the one read of a step; arrays [k, B, ...]
+        accepted = self.scheduler.commit(scheduled, host.tokens.T[: len(scheduled.rows)].tolist())
+        now = self.clock()
+        advances = []
+        for b, (row, count) in enumerate(zip(scheduled.rows, accepted, strict=True)):
+            seq, metrics = row.seq, row.seq.metrics
+            assert metrics is not None
+            if count:
+                if metrics.first_token_time is None:
+                    metrics.first_token_time = now
+                metrics.last_token_time = now
+                metrics.num_output_tokens = seq.num_output_tokens
+                if seq.params.logprobs is not None:
+                    self._take_logprobs(seq, host, b, count)
+            if seq.finished:
+                self._settle(seq, now)
+            if count or (seq.finished and row.num_samples == 0):
+                advances.append(Advance(seq, count))
+        return advances
+
+    @staticmethod
+    def _take_logprobs(seq: Sequence, host: SampleOutput, b: int, count: int) -> None:
+        assert host.logprob is not None and host.rank is not None
+        assert host.top_ids is not None and host.top_logprobs is not None
+        wanted = seq.params.logprobs
+        for i, token in enumerate(seq.token_ids[len(seq.token_ids) - count :]):
+            chosen = Logprob(float(host.logprob[i, b]), int(host.rank[i, b]))
+            ids = host.top_ids[i, b] if wanted == -1 else host.top_ids[i, b, :wanted]
+            entries = {
+                int(t): Logprob(float(p), rank + 1)
+                for rank, (t, p) in enumerate(zip(ids, host.top_logprobs[i, b], strict=False))
+            }
+            seq.logprobs.append({token: chosen} | entries)
+            seq.cumulative_logprob += chosen.logprob
+
+    def _settle(self, seq: Sequence, now: float) -> None:
+        """A sequence has ended: its times are final, and nothing is kept of it."""
+        if self._unfinished.pop(seq, None) is not None and seq.metrics is not None:
+            seq.metrics.finished_time = now
+            seq.metrics.num_preemptions = seq.num_preemptions
+            seq.metrics.num_output_tokens = seq.num_output_tokens
+
+    def _reset(self) -> None:
+        """After an exception in the middle of a step no host record can be trusted: start them anew.
+
+        Donated buffers are gone if the exception came between a dispatch and its result.
+        """
+        now = self.clock()
+        for seq in list(self._unfinished):
+            seq.finish_reason = seq.finish_reason or "abort"
+            self._settle(seq, now)
+        self._start_host_state()
+        if any(leaf.is_deleted() for leaf in jax.tree.leaves((self._cache, self._rows))):
+            self._allocate()
+
+    # Programs
+
+    def warmup(self, progress: Callable[[Program], None] = lambda program: None) -> None:
+        """Compiles every program of the buckets, for greedy and sampled rows; after it nothing compiles.
+
+        What rows with penalties, bans or logprobs need is compiled when first asked for, and counted.
+        """
+        for program in self.config.buckets.programs():
+            self.programs.get(program, self._warmup_arguments(program))
+            progress(program)
+        self.programs.warm = True
+
+    def _warmup_arguments(self, program: Program) -> tuple:
+        """Arguments of the shapes that `program` takes."""
+        batch = self._pack(program, [((0,), 0, (1,))])
+        sampling_batch, limits = None, None
+        if program.variant != "greedy":
+            sampling_batch = SamplingBatch.from_rows([], program.num_rows, self.model_config.vocab_size)
+        if program.num_steps > 1:
+            rows = np.zeros(program.num_rows, np.int32)
+            limits = DecodeLimits(np.zeros((program.num_rows, NUM_END_IDS), np.int32), rows, rows)  # type: ignore[arg-type]
+        return self.weights, self._cache, self._rows, batch, sampling_batch, limits
+
+    def close(self, *, weights: bool = True) -> None:
+        """Frees device memory: cache, row state, and the weights unless they belong to somebody else."""
+        trees = (self._cache, self._rows, self.weights) if weights else (self._cache, self._rows)
+        for leaf in jax.tree.leaves(trees):
+            if isinstance(leaf, jax.Array) and not leaf.is_deleted():
+                leaf.delete()
