@@ -286,6 +286,7 @@ class Sequence:
     index: int = 0  # which of the n samples
     order: int = 0  # submission number: first come, first served within a priority
     token_ids: list[int] = field(default_factory=list)  # prompt + output, as far as the host knows them
+    num_prompt_tokens: int = field(init=False)
     max_total_tokens: int = 0  # prompt + output tokens at which it ends with "length"
     status: SequenceStatus = SequenceStatus.WAITING
     row: int = -1  # in [0, max_num_seqs) while running
@@ -308,14 +309,11 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.request.prompt_token_ids)
+        self.num_prompt_tokens = len(self.token_ids)
 
     @property
     def params(self) -> SamplingParams:
         return self.request.params
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.request.prompt_token_ids)
 
     @property
     def num_tokens(self) -> int:
@@ -324,7 +322,7 @@ class Sequence:
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        return self.num_tokens - self.num_computed_tokens
+        return len(self.token_ids) + self.num_pending_tokens - self.num_computed_tokens
 
     @property
     def ends_in_flight(self) -> bool:
@@ -355,10 +353,11 @@ class Sequence:
         sequence is number min_tokens + 1.
         """
         self.token_ids.append(token)
-        if self.num_output_tokens > self.params.min_tokens:
-            if token in self.request.end_token_ids and not self.params.ignore_eos:
+        params = self.request.params
+        if len(self.token_ids) - self.num_prompt_tokens > params.min_tokens:
+            if token in self.request.end_token_ids and not params.ignore_eos:
                 self.finish_reason = "stop"
-            elif token in self.params.stop_token_ids:
+            elif token in params.stop_token_ids:
                 self.finish_reason, self.stop_reason = "stop", token
         if self.finish_reason is None and len(self.token_ids) >= self.max_total_tokens:
             self.finish_reason = "length"

@@ -227,7 +227,7 @@ class Scheduler:
     def _num_steps(self) -> int:
         """k, more than 1 only if every row decodes, nothing waits, and pages for k tokens each are free."""
         k, num_pages, longest = self.config.decode_steps, 0, 1
-        if self._num_waiting:
+        if self._num_waiting or k == 1:
             return 1
         for seq in self.running:
             if seq.num_uncomputed_tokens > 1:
@@ -387,7 +387,7 @@ class Scheduler:
 
     def _register(self, seq: Sequence, num_committed: int) -> None:
         """Offers the full pages of the first `num_committed` tokens as prefixes; wakes who waits for them."""
-        if num_committed >= seq.num_prompt_tokens:
+        if seq.claims and num_committed >= seq.num_prompt_tokens:
             self._wake(seq, seq.request.request_id)
         if not self.allocator.enable_prefix_caching:
             return

@@ -533,7 +533,7 @@ def requests(draw, name: str) -> Request:
     return Request(name, tuple(prompt), params, frozenset([0]), priority=draw(st.integers(-1, 1)))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_simulation_every_request_ends_with_exactly_its_tokens(data):
     """Random traffic, pools, ends and aborts; the fake device notices any wrong page, position or copy."""
@@ -578,4 +578,4 @@ def test_cost_of_a_step_does_not_grow_with_the_queue(same_prompt):
             rig.scheduler.commit(step, [[5]] * len(step.rows))
         return sorted(times)[15]
 
-    assert seconds_per_step(20_000) < 5 * seconds_per_step(100), "200 times the queue"
+    assert seconds_per_step(10_000) < 5 * seconds_per_step(100), "100 times the queue"
