@@ -1,4 +1,4 @@
-"""GGUF files: names, rows, values and config are those of the model they were made from; damage is refused."""
+"""GGUF files: names, rows, values and config are those of the source model; damage is refused."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Hugging Face folders: bits as in the file, every damaged, outside or pickled file refused before it is used."""
+"""Hugging Face folders: bits as in the file; damaged, outside and pickled files are refused before use."""
 
 import json
 import os
@@ -160,7 +160,7 @@ def test_pickles_are_refused_and_never_run(tmp_path):
 
     (tmp_path / "config.json").write_text(json.dumps(TINY))
     (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps(Evil()))
-    with pytest.raises(CheckpointError, match="pickled weights.*convert them to safetensors"):
+    with pytest.raises(CheckpointError, match=r"pickled weights.*convert them to safetensors"):
         open_checkpoint(tmp_path)
     save_file({"a": np.zeros(1, np.float32)}, tmp_path / "model.safetensors")
     assert set(open_checkpoint(tmp_path).tensors) == {"a"}  # beside safetensors they do not matter
@@ -195,5 +195,5 @@ def test_other_refusals_say_what_is_wrong(tmp_path):
     with pytest.raises(CheckpointError, match="quantized with gptq"):
         open_checkpoint(tmp_path)
     (tmp_path / "weights.bin").write_bytes(b"")
-    with pytest.raises(CheckpointError, match="neither a .gguf file"):
+    with pytest.raises(CheckpointError, match=r"neither a \.gguf file"):
         open_checkpoint(tmp_path / "weights.bin")
