@@ -1,0 +1,208 @@
+"""ragged_paged_attention for TPU (Pallas Mosaic): a decode and a prefill path over one kernel body.
+
+`tpu_kernel.py` is the body, `tpu_schedule.py` what it fetches and computes, `tuning.py` the block sizes,
+`costs.py` the count of bytes and FLOPs. Rows of at most 16 query tokens take the decode path (all their queries at
+once, pages streamed past them), longer ones the prefill path (blocks of queries); a program for max_q_len > 16 is
+two kernel calls, of which the second writes into the first's output.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.ragged_paged_attention import tuning
+from pallas_kernels.ragged_paged_attention.tpu_kernel import LANES, Static, attention_kernel
+from pallas_kernels.ragged_paged_attention.tpu_schedule import Blocks
+
+SMEM_BYTES = 1 << 20  # scalar memory of every TPU core so far
+SMEM_RESERVED_BYTES = 32 << 10  # what the compiler keeps for itself, with room to spare
+VMEM_SLACK_BYTES = 16 << 20  # for values that do not stay in registers
+
+
+def ragged_paged_attention(
+    q: jax.Array,  # [T, N, H]
+    kv_pages: jax.Array,  # [num_pages, K, page_size, 2H]
+    kv_scales: jax.Array | None,  # f32[num_pages, K, 2, page_size]
+    page_table: jax.Array,  # i32[B, P]
+    kv_lens: jax.Array,  # i32[B]
+    cu_q_lens: jax.Array,  # i32[B + 1]
+    distribution: jax.Array,  # i32[3]
+    *,
+    sm_scale: float,
+    max_q_len: int,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    sink_logits: jax.Array | None = None,
+    return_lse: bool = False,
+    decode_blocks: Blocks | None = None,
+    prefill_blocks: Blocks | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """See the package's docstring. Blocks left None come from `tuning`.
+
+    Products of bfloat16 queries take bfloat16 inputs (pages widened or narrowed to it); of float32, float32 ones.
+    Raises NotImplementedError for float16, page sizes that are no whole number of tiles, and page tables that
+    do not fit in scalar memory.
+    """
+    num_tokens, num_q_heads, head_dim = q.shape
+    _, num_kv_heads, page_size, _ = kv_pages.shape
+    _refuse(q, kv_pages, page_table)
+    shapes = (num_kv_heads, head_dim, kv_pages.dtype, max_q_len)
+    calls = [(True, decode_blocks or tuning.decode_blocks(page_size, *shapes))]
+    if max_q_len > tuning.DECODE_MAX_Q_LEN:
+        calls.append((False, prefill_blocks or tuning.prefill_blocks(page_size, num_q_heads, *shapes)))
+    out, lse = None, None
+    for is_decode, blocks in calls:
+        static = Static(
+            is_decode=is_decode,
+            max_q_len=min(max_q_len, tuning.DECODE_MAX_Q_LEN),
+            blocks=blocks,
+            num_q_heads=num_q_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            page_size=page_size,
+            compute_dtype=q.dtype,
+            sm_scale=sm_scale,
+            sliding_window=sliding_window,
+            soft_cap=soft_cap,
+            quantized=kv_scales is not None,
+            integer_pages=jnp.issubdtype(kv_pages.dtype, jnp.integer),
+            return_lse=return_lse,
+        )
+        sinks = None if sink_logits is None else _sinks_of_rows(sink_logits, static)
+        out, lse = _call(
+            static,
+            (page_table.reshape(-1), kv_lens, cu_q_lens, distribution),
+            (q, kv_pages, kv_scales, sinks, out, lse),
+        )
+    if not return_lse:
+        return out
+    return out, lse[:, :, 0]
+
+
+def _refuse(q: jax.Array, kv_pages: jax.Array, page_table: jax.Array) -> None:
+    page_size = kv_pages.shape[2]
+    for name, array in (("q", q), ("kv_pages", kv_pages)):
+        if array.dtype == jnp.float16:
+            raise NotImplementedError(f"{name} is float16, which the TPU kernel lacks: use bfloat16 or float32")
+    dtype = jnp.dtype(kv_pages.dtype)
+    tile = 8 * 32 // jax.dtypes.itemsize_bits(dtype)
+    if page_size % tile:
+        raise NotImplementedError(
+            f"page_size is {page_size} but {dtype.name} pages on TPU need a multiple of {tile}"
+        )
+    if page_size > 128 and page_size % 128 or page_size < 128 and 128 % page_size:
+        raise NotImplementedError(
+            f"page_size is {page_size} but the TPU kernel needs a divisor or a multiple of 128"
+        )
+    num_rows, pages_per_row = page_table.shape
+    smem_bytes = 4 * (num_rows * pages_per_row + 2 * num_rows + 4)
+    limit = SMEM_BYTES - SMEM_RESERVED_BYTES
+    if smem_bytes > limit:
+        raise NotImplementedError(
+            f"page_table of {num_rows} rows x {pages_per_row} pages, kv_lens and cu_q_lens need {smem_bytes} bytes of "
+            f"scalar memory but {limit} are free: use fewer rows, or pages of more than {page_size} tokens"
+        )
+
+
+def _sinks_of_rows(sink_logits: jax.Array, static: Static) -> jax.Array:
+    """f32[N] -> f32[K, R, LANES]: the sink of each row of a tile, in the path's order of rows."""
+    by_head = sink_logits.reshape(static.num_kv_heads, 1, static.group)
+    rows = jnp.broadcast_to(by_head, (static.num_kv_heads, static.blocks.q_tile, static.group))
+    if not static.is_decode:
+        rows = rows.transpose(0, 2, 1)
+    rows = rows.reshape(static.num_kv_heads, -1)
+    rows = jnp.pad(rows, ((0, 0), (0, static.tile_rows - rows.shape[1])))
+    return jnp.broadcast_to(rows[..., None], (*rows.shape, LANES))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _call(
+    static: Static,
+    scalars: tuple[jax.Array, ...],
+    arrays: tuple[jax.Array | None, ...],
+) -> tuple[jax.Array, jax.Array | None]:
+    """One path over its rows. out and lse of an earlier path are written into; None: this is the first."""
+    q, kv_pages, kv_scales, sinks, out, _ = arrays
+    blocks, num_kv_heads, head_dim = static.blocks, static.num_kv_heads, static.head_dim
+    q_block = (2, blocks.q_block, static.num_q_heads, head_dim)
+    lse_block = (*q_block[:3], LANES)
+    state = (num_kv_heads, static.num_tiles, static.tile_rows)
+    # float32 where a row of G queries is stored at any sublane, which packed types do not allow
+    fold_dtype = jnp.float32 if static.is_decode else q.dtype
+    scratch: list[tuple[tuple[int, ...], Any] | None] = [
+        (q_block, q.dtype),
+        ((2, num_kv_heads, blocks.kv_fetch, 2 * head_dim), kv_pages.dtype),
+        ((2, blocks.kv_fetch // static.page_size, num_kv_heads, 2, static.page_size), jnp.float32)
+        if static.quantized
+        else None,
+        (q_block, q.dtype),
+        (lse_block, jnp.float32) if static.return_lse else None,
+        ((blocks.q_tile, static.num_q_heads, head_dim), jnp.float32),
+        ((*state, static.width), fold_dtype),
+        ((*state, LANES), jnp.float32),
+        ((*state, LANES), jnp.float32),
+        ((*state, static.width), jnp.float32),
+    ]
+    results = [jax.ShapeDtypeStruct(q.shape, q.dtype)]
+    if static.return_lse:
+        results.append(jax.ShapeDtypeStruct((*q.shape[:2], LANES), jnp.float32))
+    operands = [*scalars, *arrays]
+    aliases = {}
+    if out is not None:
+        present = [i for i, x in enumerate(operands) if x is not None]
+        aliases = {present.index(len(operands) - 2 + i): i for i in range(len(results))}
+    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    specs = [None if x is None else anywhere for x in arrays]
+    if sinks is not None:
+        specs[3] = pl.BlockSpec(memory_space=pltpu.VMEM)
+    outputs = pl.pallas_call(
+        functools.partial(_with_absent, static, tuple(x is not None for x in arrays), static.return_lse),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(scalars),
+            grid=(1,),
+            in_specs=[spec for spec in specs if spec is not None],
+            out_specs=[anywhere] * len(results),
+            scratch_shapes=[
+                *(pltpu.VMEM(*s) for s in scratch if s is not None),
+                pltpu.SMEM((2,), jnp.int32),
+                pltpu.SemaphoreType.DMA((4, 2)),
+            ],
+        ),
+        out_shape=results,
+        input_output_aliases=aliases,
+        compiler_params=pltpu.CompilerParams(
+            vmem_limit_bytes=sum(_padded_bytes(*s) for s in scratch if s is not None) + VMEM_SLACK_BYTES
+        ),
+        name="ragged_paged_attention_" + ("decode" if static.is_decode else "prefill"),
+    )(*(x for x in operands if x is not None))
+    return outputs[0], outputs[1] if static.return_lse else None
+
+
+def _with_absent(static: Static, present: tuple[bool, ...], return_lse: bool, *refs: Any) -> None:
+    """attention_kernel with None in the place of every operand and buffer that this program does not have."""
+    remaining = iter(refs)
+    scalars = [next(remaining) for _ in range(4)]
+    arrays = [next(remaining) if here else None for here in present]
+    outputs = [next(remaining), next(remaining) if return_lse else None]
+    q_buf, kv_buf = next(remaining), next(remaining)
+    scale_buf = next(remaining) if static.quantized else None
+    out_buf = next(remaining)
+    lse_buf = next(remaining) if return_lse else None
+    attention_kernel(
+        *scalars, *arrays, *outputs, q_buf, kv_buf, scale_buf, out_buf, lse_buf, *remaining, static=static
+    )
+
+
+def _padded_bytes(shape: tuple[int, ...], dtype: Any) -> int:
+    """Bytes of a buffer in vector memory, whose last two axes are padded to whole tiles."""
+    bits = jax.dtypes.itemsize_bits(dtype)
+    sublanes = 8 * 32 // bits
+    *leading, rows, lanes = shape
+    count = -(-rows // sublanes) * sublanes * -(-lanes // LANES) * LANES
+    for size in leading:
+        count *= size
+    return count * bits // 8

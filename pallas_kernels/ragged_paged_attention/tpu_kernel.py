@@ -1,0 +1,395 @@
+"""The body of the TPU kernel: one loop over (row, block of query tokens, fetch), a fetch ahead of the compute.
+
+Layouts of the state in vector memory, with R = rows of one tile (queries x group, padded to sublanes):
+decode path: one tile, row t * G + g; prefill path: tiles of q_tile tokens, row g * q_tile + t, so that a head's
+tokens are neighbours. W is H where H is a whole number of lane registers; else 2H, with q zero in V's lanes, so
+that K and V need not be cut apart: then q x [K|V] is q x K, and the lanes of p x [K|V] from H on are p x V.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.ragged_paged_attention import tpu_schedule as schedule
+from pallas_kernels.ragged_paged_attention.tpu_schedule import EDGE, Blocks
+
+MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)  # finite: a tile may see nothing in its first block
+LANES = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class Static:
+    """Everything that the kernel is compiled for."""
+
+    is_decode: bool  # the path
+    max_q_len: int  # rows with more query tokens are the other path's
+    blocks: Blocks
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    compute_dtype: Any  # of both products' inputs
+    sm_scale: float
+    sliding_window: int | None
+    soft_cap: float | None
+    quantized: bool
+    integer_pages: bool  # which cannot hold NaN
+    return_lse: bool
+
+    @property
+    def group(self) -> int:
+        return self.num_q_heads // self.num_kv_heads
+
+    @property
+    def num_tiles(self) -> int:
+        return self.blocks.q_block // self.blocks.q_tile
+
+    @property
+    def tile_rows(self) -> int:
+        return schedule.cdiv(self.blocks.q_tile * self.group, 8) * 8
+
+    @property
+    def width(self) -> int:
+        return self.head_dim if self.head_dim % LANES == 0 else 2 * self.head_dim
+
+
+def attention_kernel(
+    page_table,  # SMEM i32[B * P]
+    kv_lens,  # SMEM i32[B]
+    cu_q_lens,  # SMEM i32[B + 1]
+    distribution,  # SMEM i32[3]
+    q,  # HBM [T, N, H]
+    kv_pages,  # HBM [num_pages, K, page_size, 2H]
+    kv_scales,  # HBM f32[num_pages, K, 2, page_size] or None
+    sinks,  # VMEM f32[K, R, LANES] or None
+    _out,  # the first call's out, the same memory as out; None in the first call
+    _lse,
+    out,  # HBM [T, N, H]
+    lse,  # HBM f32[T, N, LANES] or None
+    q_buf,  # VMEM [2, q_block, N, H]
+    kv_buf,  # VMEM [2, K, kv_fetch, 2H]
+    scale_buf,  # VMEM f32[2, pages per fetch, K, 2, page_size] or None
+    out_buf,  # VMEM [2, q_block, N, H]
+    lse_buf,  # VMEM f32[2, q_block, N, LANES] or None
+    heads,  # VMEM f32[q_tile, N, H]: q or out of one tile, as float32, whose sublanes can be read singly
+    folded_q,  # VMEM [K, num_tiles, R, W]
+    peak,  # VMEM f32[K, num_tiles, R, LANES], every lane the same; so `total`
+    total,
+    acc,  # VMEM f32[K, num_tiles, R, W]
+    leaving,  # SMEM i32[2]: tokens of out_buf on their way out
+    sems,  # DMA [4, 2]: q, kv, scales, out
+    *,
+    static: Static,
+):
+    blocks, page_size, window = static.blocks, static.page_size, static.sliding_window
+    group, head_dim, q_tile = static.group, static.head_dim, static.blocks.q_tile
+    pages_per_row = page_table.shape[0] // kv_lens.shape[0]
+    fetch_pages = blocks.kv_fetch // page_size
+    num_seqs = distribution[2]
+    v_lanes = slice(static.width - head_dim, static.width)  # of acc
+
+    def q_len_of(row):
+        return cu_q_lens[row + 1] - cu_q_lens[row]
+
+    def next_row(row):
+        """The first row from `row` on that this path serves, or num_seqs."""
+
+        def skip(row):
+            q_len = q_len_of(row)
+            if static.is_decode:
+                mine = (q_len > 0) & (q_len <= static.max_q_len)
+            else:
+                mine = q_len > static.max_q_len
+            return ~(mine & (kv_lens[row] > 0))
+
+        # the condition is evaluated past the end too, so it reads row min(row, last)
+        last = kv_lens.shape[0] - 1
+        return lax.while_loop(
+            lambda row: (row < num_seqs) & skip(jnp.minimum(row, last)), lambda row: row + 1, row
+        )
+
+    def item_at(row, block):
+        return schedule.item_of(kv_lens[row], q_len_of(row), block, blocks, page_size, window)
+
+    def kv_copies(row, block, fetch, slot, act):
+        """`act`s on the copies of one fetch, page by page."""
+        item = item_at(row, block)
+        first = item.page_start + fetch * fetch_pages
+
+        def one(i, carry):
+            page = page_table[row * pages_per_row + first + i]
+            place = pl.ds(pl.multiple_of(i * page_size, page_size), page_size)
+            act(pltpu.make_async_copy(kv_pages.at[page], kv_buf.at[slot, :, place, :], sems.at[1, slot]))
+            if static.quantized:
+                act(pltpu.make_async_copy(kv_scales.at[page], scale_buf.at[slot, i], sems.at[2, slot]))
+            return carry
+
+        lax.fori_loop(0, jnp.minimum(item.page_end - first, fetch_pages), one, 0)
+
+    def q_copies(row, block, slot, act):
+        item = item_at(row, block)
+        token = cu_q_lens[row] + block * blocks.q_block
+
+        def copy(offset, size):
+            act(
+                pltpu.make_async_copy(
+                    q.at[pl.ds(token + offset, size)], q_buf.at[slot, pl.ds(offset, size)], sems.at[0, slot]
+                )
+            )
+
+        in_powers_of_two(item.q_end - item.q_start, blocks.q_block, copy)
+
+    def out_copies(token, count, slot, act):
+        def copy(offset, size):
+            here, there = pl.ds(offset, size), pl.ds(token + offset, size)
+            act(pltpu.make_async_copy(out_buf.at[slot, here], out.at[there], sems.at[3, slot]))
+            if static.return_lse:
+                act(pltpu.make_async_copy(lse_buf.at[slot, here], lse.at[there], sems.at[3, slot]))
+
+        in_powers_of_two(count, blocks.q_block, copy)
+
+    def wait_for_out(slot):
+        out_copies(0, leaving[slot], slot, lambda copy: copy.wait())
+        leaving[slot] = 0
+
+    def fold_q(item, slot):
+        """q_buf -> folded_q, and the start of the softmax."""
+        if static.is_decode:
+            for token in range(blocks.q_block):
+                heads[0] = q_buf[slot, token].astype(jnp.float32)
+                for head in range(static.num_kv_heads):
+                    rows = heads[0, head * group : (head + 1) * group, :]  # [G, H]
+                    folded_q[head, 0, token * group : (token + 1) * group, :head_dim] = rows.astype(
+                        folded_q.dtype
+                    )
+        else:
+
+            def fold_tile(tile, carry):
+                heads[...] = q_buf[slot, pl.ds(tile * q_tile, q_tile)].astype(jnp.float32)
+                for n in range(static.num_q_heads):
+                    rows = pl.ds(n % group * q_tile, q_tile)
+                    folded_q[n // group, tile, rows, :head_dim] = heads[:, n, :].astype(folded_q.dtype)
+                return carry
+
+            lax.fori_loop(0, tiles_in(item), fold_tile, 0)
+        if sinks is None:
+            peak[...] = jnp.full(peak.shape, MASKED, jnp.float32)
+            total[...] = jnp.zeros(total.shape, jnp.float32)
+        else:
+            peak[...] = jnp.broadcast_to(sinks[...][:, None], peak.shape)
+            total[...] = jnp.ones(total.shape, jnp.float32)
+        acc[...] = jnp.zeros(acc.shape, jnp.float32)
+
+    def tiles_in(item):
+        return schedule.cdiv(item.q_end - item.q_start, q_tile)
+
+    def compute(item, fetch, slot):
+        def compute_tile(tile, carry):
+            part = schedule.tile_of(item, fetch, tile, blocks, page_size, window)
+            base = item.page_start * page_size + fetch * blocks.kv_fetch
+
+            def compute_head(head, carry):
+                def interior(i, carry):
+                    offset = part.interior + i * blocks.kv_block
+                    attend(item, base, head, tile, offset, blocks.kv_block, slot, masked=False)
+                    return carry
+
+                def edge(offset, carry):
+                    attend(item, base, head, tile, offset, EDGE, slot, masked=True)
+                    return carry
+
+                if window is not None:
+                    stop = jnp.minimum(part.interior, part.end)
+                    lax.fori_loop(0, (stop - part.start) // EDGE, lambda i, c: edge(part.start + i * EDGE, c), 0)
+                lax.fori_loop(0, part.num_interior, interior, 0)
+                lax.fori_loop(
+                    0, (part.end - part.rest) // EDGE, lambda i, c: edge(part.rest + i * EDGE, c), 0
+                )
+                return carry
+
+            return lax.fori_loop(0, static.num_kv_heads, compute_head, carry)
+
+        lax.fori_loop(0, tiles_in(item), compute_tile, 0)
+
+    def attend(item, base, head, tile, offset, size, slot, *, masked):
+        """One block of the online softmax: R query rows x `size` kv tokens of one head."""
+        offset = pl.multiple_of(offset, EDGE)
+        queries = folded_q[head, tile].astype(static.compute_dtype)  # [R, W]
+        kv = kv_buf[slot, head, pl.ds(offset, size), :]  # [size, 2H]
+        kv = kv.astype(static.compute_dtype)
+        if masked and not static.integer_pages:
+            # what no query sees may be NaN, and 0 x NaN is NaN
+            places = base + offset + lax.broadcasted_iota(jnp.int32, kv.shape, 0)
+            seen = (places >= item.kv_start) & (places < item.q_end)
+            kv = jnp.where(seen, kv, jnp.zeros_like(kv))
+        k, v = (kv, kv) if static.width != head_dim else (kv[:, :head_dim], kv[:, head_dim:])
+        scores = _dot(queries, k, 1)  # f32[R, size]
+        scales = block_scales(head, offset, size, slot) if static.quantized else None  # f32[2, size]
+        scores = scores * (static.sm_scale if scales is None else scales[0:1] * static.sm_scale)
+        if static.soft_cap is not None:
+            scores = static.soft_cap * jnp.tanh(scores / static.soft_cap)
+        if masked:
+            kv_at = base + offset + lax.broadcasted_iota(jnp.int32, (1, size), 1)
+            row = lax.broadcasted_iota(jnp.int32, (static.tile_rows, 1), 0)
+            token = row // group if static.is_decode else row % q_tile
+            q_at = item.q_start + tile * q_tile + token
+            seen = kv_at <= q_at
+            if window is not None:
+                seen &= kv_at > q_at - window
+            scores = jnp.where(seen, scores, MASKED)
+        old_peak = peak[head, tile][:, :1]  # f32[R, 1]
+        new_peak = jnp.maximum(old_peak, scores.max(axis=1, keepdims=True))
+        weights = jnp.exp(scores - new_peak)  # f32[R, size]
+        decay = jnp.exp(old_peak - new_peak)
+        new_total = decay * total[head, tile][:, :1] + weights.sum(axis=1, keepdims=True)
+        if scales is not None:
+            v_scale = scales[1:2]
+            if masked:
+                kv_at = base + offset + lax.broadcasted_iota(jnp.int32, (1, size), 1)
+                v_scale = jnp.where((kv_at >= item.kv_start) & (kv_at < item.q_end), v_scale, 0.0)
+            weights = weights * v_scale
+        acc[head, tile] = decay * acc[head, tile] + _dot(weights.astype(static.compute_dtype), v, 0)
+        state = (static.tile_rows, LANES)
+        peak[head, tile] = jnp.broadcast_to(new_peak, state)
+        total[head, tile] = jnp.broadcast_to(new_total, state)
+
+    def block_scales(head, offset, size, slot):
+        """f32[2, size]: K's and V's scales of a block, from the pages that it lies in."""
+        piece = min(page_size, EDGE)
+        pieces = []
+        for start in range(0, size, piece):
+            place = offset + start
+            lanes = slice(None) if page_size <= EDGE else pl.ds(pl.multiple_of(place % page_size, EDGE), EDGE)
+            pieces.append(scale_buf[slot, place // page_size, head, :, lanes])
+        return jnp.concatenate(pieces, axis=1) if len(pieces) > 1 else pieces[0]
+
+    def finish(item, row, block, slot):
+        """Divides by the softmax's denominator and sends the item's tokens out."""
+        wait_for_out(slot)
+
+        if static.is_decode:
+            for token in range(blocks.q_block):
+                for head in range(static.num_kv_heads):
+                    rows = slice(token * group, (token + 1) * group)
+                    n = slice(head * group, (head + 1) * group)
+                    heads[0, n, :] = (acc[head, 0, rows] / total[head, 0, rows][:, :1])[:, v_lanes]
+                    if static.return_lse:
+                        lse_buf[slot, token, n, :] = peak[head, 0, rows] + jnp.log(total[head, 0, rows])
+                out_buf[slot, token] = heads[0].astype(out_buf.dtype)
+        else:
+
+            def finish_tile(tile, carry):
+                for n in range(static.num_q_heads):
+                    head, rows = n // group, pl.ds(n % group * q_tile, q_tile)
+                    heads[:, n, :] = (acc[head, tile, rows] / total[head, tile, rows][:, :1])[:, v_lanes]
+                    if static.return_lse:
+                        tokens = pl.ds(tile * q_tile, q_tile)
+                        lse_buf[slot, tokens, n, :] = peak[head, tile, rows] + jnp.log(total[head, tile, rows])
+                out_buf[slot, pl.ds(tile * q_tile, q_tile)] = heads[...].astype(out_buf.dtype)
+                return carry
+
+            lax.fori_loop(0, tiles_in(item), finish_tile, 0)
+        count = item.q_end - item.q_start
+        leaving[slot] = count
+        out_copies(cu_q_lens[row] + block * blocks.q_block, count, slot, lambda copy: copy.start())
+
+    def start_fetch(row, block, fetch, kv_slot, q_slot):
+        @pl.when(row < num_seqs)
+        def _():
+            kv_copies(row, block, fetch, kv_slot, lambda copy: copy.start())
+
+            @pl.when(fetch == 0)
+            def _():
+                q_copies(row, block, q_slot, lambda copy: copy.start())
+
+    def step(state):
+        row, block, fetch, kv_slot, q_slot = state
+        item = item_at(row, block)
+        fetches_left = fetch + 1 < item.num_fetches
+        blocks_left = (block + 1) * blocks.q_block < q_len_of(row)
+        after = next_row(jnp.where(fetches_left | blocks_left, row, row + 1))
+        following = (
+            after,
+            jnp.where(fetches_left, block, jnp.where(blocks_left, block + 1, 0)),
+            jnp.where(fetches_left, fetch + 1, 0),
+            1 - kv_slot,
+            jnp.where(fetches_left, q_slot, 1 - q_slot),
+        )
+        start_fetch(*following)
+
+        @pl.when(fetch == 0)
+        def _():
+            q_copies(row, block, q_slot, lambda copy: copy.wait())
+            fold_q(item, q_slot)
+
+        kv_copies(row, block, fetch, kv_slot, lambda copy: copy.wait())
+        compute(item, fetch, kv_slot)
+
+        @pl.when(~fetches_left)
+        def _():
+            finish(item, row, block, q_slot)
+
+        return following
+
+    def zero_unserved():
+        """Zeros for padded tokens and for the tokens of empty rows; the first call does it for both."""
+        out_buf[0] = jnp.zeros(out_buf.shape[1:], out_buf.dtype)
+        if static.return_lse:
+            lse_buf[0] = jnp.full(lse_buf.shape[1:], -jnp.inf, lse_buf.dtype)
+
+        def zero(start, end):
+            def one_block(i, carry):
+                token = start + i * blocks.q_block
+                count = jnp.minimum(end - token, blocks.q_block)
+                for act in (lambda copy: copy.start(), lambda copy: copy.wait()):
+                    out_copies(token, count, 0, act)
+                return carry
+
+            lax.fori_loop(0, schedule.cdiv(end - start, blocks.q_block), one_block, 0)
+
+        def zero_row(row, carry):
+            @pl.when(kv_lens[row] == 0)
+            def _():
+                zero(cu_q_lens[row], cu_q_lens[row + 1])
+
+            return carry
+
+        lax.fori_loop(0, num_seqs, zero_row, 0)
+        zero(cu_q_lens[num_seqs], out.shape[0])
+
+    leaving[0] = 0
+    leaving[1] = 0
+    if static.width != head_dim or static.tile_rows != q_tile * group:
+        folded_q[...] = jnp.zeros(folded_q.shape, folded_q.dtype)  # V's lanes and padded rows
+    if _out is None:
+        zero_unserved()
+    first = (next_row(jnp.int32(0)), jnp.int32(0), jnp.int32(0), jnp.int32(0), jnp.int32(0))
+    start_fetch(*first)
+    lax.while_loop(lambda state: state[0] < num_seqs, step, first)
+    wait_for_out(0)
+    wait_for_out(1)
+
+
+def in_powers_of_two(count, most, copy):
+    """copy(offset, size) for the powers of two that add up to count <= most: copies have static sizes."""
+    size = most
+    while size:
+        done = count // (2 * size) * (2 * size)
+        pl.when(count & size != 0)(lambda done=done, size=size: copy(done, size))
+        size //= 2
+
+
+def _dot(x: jax.Array, y: jax.Array, y_axis: int) -> jax.Array:
+    """f32 product over x's last and y's `y_axis`; float32 inputs are multiplied as float32."""
+    return lax.dot_general(
+        x,
+        y,
+        (((1,), (y_axis,)), ((), ())),
+        precision=lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
+        preferred_element_type=jnp.float32,
+    )

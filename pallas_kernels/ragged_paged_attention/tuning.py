@@ -1,0 +1,43 @@
+"""Block sizes of the TPU kernel by a rule from shapes."""
+
+from typing import Any
+
+import jax
+
+from pallas_kernels.ragged_paged_attention.tpu_schedule import EDGE, Blocks, cdiv
+
+DECODE_MAX_Q_LEN = 16  # rows of up to so many query tokens take the decode path
+FETCH_BYTES = 2 << 20  # of one of the two kv buffers: long enough to hide a copy's start, far below 64 MiB VMEM
+PREFILL_TILE_ROWS = 128  # query tokens x group size of one tile: fills the matrix unit, keeps edges short
+PREFILL_Q_BLOCK = 256  # kv read once per so many queries: past v6e's 574 FLOPs per byte for G >= 4
+
+
+def decode_blocks(page_size: int, num_kv_heads: int, head_dim: int, kv_dtype: Any, max_q_len: int) -> Blocks:
+    """Blocks of the decode path: all query tokens of a row at once."""
+    kv_fetch = _kv_fetch(page_size, num_kv_heads, head_dim, kv_dtype)
+    q_tokens = 1
+    while q_tokens < min(max_q_len, DECODE_MAX_Q_LEN):
+        q_tokens *= 2
+    return Blocks(q_tokens, q_tokens, kv_fetch, min(512, kv_fetch // EDGE * EDGE))
+
+
+def prefill_blocks(
+    page_size: int, num_q_heads: int, num_kv_heads: int, head_dim: int, kv_dtype: Any, max_q_len: int
+) -> Blocks:
+    """Blocks of the prefill path."""
+    kv_fetch = _kv_fetch(page_size, num_kv_heads, head_dim, kv_dtype)
+    q_tile = 16  # a tile of packed sublanes
+    while 2 * q_tile * (num_q_heads // num_kv_heads) <= PREFILL_TILE_ROWS:
+        q_tile *= 2
+    q_block = q_tile
+    while q_block < min(max_q_len, PREFILL_Q_BLOCK) and 2 * q_block * num_q_heads <= 32 * PREFILL_Q_BLOCK:
+        q_block *= 2
+    return Blocks(q_block, q_tile, kv_fetch, min(512, kv_fetch))
+
+
+def _kv_fetch(page_size: int, num_kv_heads: int, head_dim: int, kv_dtype: Any) -> int:
+    """Up to 1,024 tokens, as many as FETCH_BYTES hold, at least EDGE; whole pages and whole EDGEs."""
+    lanes = cdiv(2 * head_dim, 128) * 128
+    token_bytes = num_kv_heads * lanes * jax.dtypes.itemsize_bits(kv_dtype) // 8
+    step = max(page_size, EDGE)
+    return max(min(FETCH_BYTES // token_bytes, 1024) // step, 1) * step
