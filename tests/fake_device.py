@@ -12,7 +12,7 @@ from jaxinfer.request import Request, Sequence
 from jaxinfer.scheduler import ScheduledStep, Scheduler
 
 
-def next_token(tokens: Iterable[int], index: int, vocab: int) -> int:
+def next_token(tokens: Iterable[int | None], index: int, vocab: int) -> int:
     return zlib.crc32(repr((list(tokens), index)).encode()) % vocab
 
 

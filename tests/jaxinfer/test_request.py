@@ -102,9 +102,9 @@ def test_stop_strings_need_text():
 
 def test_vllm_fields_that_do_not_act_are_refused_with_the_way_out():
     with pytest.raises(TypeError, match="no best_of: use n"):
-        SamplingParams(best_of=2)
+        SamplingParams(best_of=2)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="temprature"):
-        SamplingParams(temprature=1)
+        SamplingParams(temprature=1)  # type: ignore[call-arg]
 
 
 def test_params_can_be_copied_pickled_and_replaced_but_not_changed():
