@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from checkpoints import gguf, huggingface
+from checkpoints.gguf import open_checkpoint as open_gguf
+from checkpoints.huggingface import open_checkpoint as open_huggingface
 from checkpoints.loading import (
     Checkpoint,
     CheckpointError,
@@ -25,9 +26,9 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     """Opens a GGUF file or a Hugging Face folder; no tensor is read yet. Raises CheckpointError."""
     path = Path(path).expanduser()
     if path.is_dir():
-        return huggingface.open_checkpoint(path)
+        return open_huggingface(path)
     if not path.is_file():
         raise CheckpointError(f"{path} does not exist; give a .gguf file or a folder with config.json")
     if path.suffix != ".gguf":
         raise CheckpointError(f"{path} is neither a .gguf file nor a folder with config.json and safetensors")
-    return gguf.open_checkpoint(path)
+    return open_gguf(path)
