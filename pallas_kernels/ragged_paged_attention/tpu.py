@@ -87,7 +87,9 @@ def _refuse(q: jax.Array, kv_pages: jax.Array, page_table: jax.Array) -> None:
     page_size = kv_pages.shape[2]
     for name, array in (("q", q), ("kv_pages", kv_pages)):
         if array.dtype == jnp.float16:
-            raise NotImplementedError(f"{name} is float16, which the TPU kernel lacks: use bfloat16 or float32")
+            raise NotImplementedError(
+                f"{name} is float16, which the TPU kernel lacks: use bfloat16 or float32"
+            )
     dtype = jnp.dtype(kv_pages.dtype)
     tile = 8 * 32 // jax.dtypes.itemsize_bits(dtype)
     if page_size % tile:

@@ -205,7 +205,9 @@ def attention_kernel(
 
                 if window is not None:
                     stop = jnp.minimum(part.interior, part.end)
-                    lax.fori_loop(0, (stop - part.start) // EDGE, lambda i, c: edge(part.start + i * EDGE, c), 0)
+                    lax.fori_loop(
+                        0, (stop - part.start) // EDGE, lambda i, c: edge(part.start + i * EDGE, c), 0
+                    )
                 lax.fori_loop(0, part.num_interior, interior, 0)
                 lax.fori_loop(
                     0, (part.end - part.rest) // EDGE, lambda i, c: edge(part.rest + i * EDGE, c), 0
@@ -289,7 +291,9 @@ def attention_kernel(
                     heads[:, n, :] = (acc[head, tile, rows] / total[head, tile, rows][:, :1])[:, v_lanes]
                     if static.return_lse:
                         tokens = pl.ds(tile * q_tile, q_tile)
-                        lse_buf[slot, tokens, n, :] = peak[head, tile, rows] + jnp.log(total[head, tile, rows])
+                        lse_buf[slot, tokens, n, :] = peak[head, tile, rows] + jnp.log(
+                            total[head, tile, rows]
+                        )
                 out_buf[slot, pl.ds(tile * q_tile, q_tile)] = heads[...].astype(out_buf.dtype)
                 return carry
 

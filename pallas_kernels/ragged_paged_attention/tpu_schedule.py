@@ -62,7 +62,9 @@ def item_of(
     return Item(q_start, q_end, kv_start, page_start, page_end, num_fetches)
 
 
-def tile_of(item: Item, fetch: Any, tile: Any, blocks: Blocks, page_size: int, sliding_window: int | None) -> Tile:
+def tile_of(
+    item: Item, fetch: Any, tile: Any, blocks: Blocks, page_size: int, sliding_window: int | None
+) -> Tile:
     """What the `tile`-th tile of an item computes with in its `fetch`-th fetch."""
     base = item.page_start * page_size + fetch * blocks.kv_fetch  # position of the buffer's first token
     first = item.q_start + tile * blocks.q_tile  # positions of the tile's first and last query

@@ -7,7 +7,9 @@ import jax
 from pallas_kernels.ragged_paged_attention.tpu_schedule import EDGE, Blocks, cdiv
 
 DECODE_MAX_Q_LEN = 16  # rows of up to so many query tokens take the decode path
-FETCH_BYTES = 2 << 20  # of one of the two kv buffers: long enough to hide a copy's start, far below 64 MiB VMEM
+FETCH_BYTES = (
+    2 << 20
+)  # of one of the two kv buffers: long enough to hide a copy's start, far below 64 MiB VMEM
 PREFILL_TILE_ROWS = 128  # query tokens x group size of one tile: fills the matrix unit, keeps edges short
 PREFILL_Q_BLOCK = 256  # kv read once per so many queries: past v6e's 574 FLOPs per byte for G >= 4
 

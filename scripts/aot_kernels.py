@@ -1,0 +1,209 @@
+"""Compiles the TPU kernels with the real TPU compiler, for chips that are not attached.
+
+    python scripts/aot_kernels.py --target v6e [--only kv_append] [--out results.jsonl]
+
+Needs `jax[tpu]` of the jax version in use, best in an environment of its own: an installed libtpu changes how a
+plain jax starts. Prints one JSON line per kernel case: whether the compiler took it, the bytes it set aside
+besides arguments and results (a copy of the pool would stand there), the bytes that alias, the seconds.
+It proves that the chip's compiler accepts the program and that nothing is copied; it does not prove speed.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+TOPOLOGIES = {"v5e": "v5e:1x1", "v6e": "v6e:1x1", "v5p": "v5p:1x1x1", "tpu7x": "tpu7x:1x1x1"}
+CHILD_ENVIRONMENT = {"TPU_SKIP_MDS_QUERY": "1", "JAX_PLATFORMS": "cpu"}  # no metadata server, no device
+POOL_TOKENS = 1 << 16  # tokens in the pool of every case
+
+# model -> N, K, H
+MODELS = {
+    "smollm2": (9, 3, 64),
+    "llama3_8b": (32, 8, 128),
+    "llama3_70b_shard": (8, 1, 128),
+    "qwen3_0.6b": (16, 8, 128),
+    "gemma3_1b": (4, 1, 256),
+    "phi2": (32, 32, 80),
+    "phi3": (32, 32, 96),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    kernel: str
+    model: str
+    page_size: int
+    kv_dtype: str = "bfloat16"
+    num_tokens: int = 64
+    num_rows: int = 64
+    max_q_len: int = 1
+    dtype: str = "bfloat16"
+    options: tuple[tuple[str, Any], ...] = ()  # of ragged_paged_attention
+
+    @property
+    def name(self) -> str:
+        step = "decode" if self.max_q_len == 1 else f"mixed{self.max_q_len}"
+        options = "".join(f"_{key}" for key, _ in self.options)
+        return f"{self.kernel}_{self.model}_{step}_page{self.page_size}_{self.kv_dtype}{options}"
+
+
+def cases() -> list[Case]:
+    page_sizes = {"float32": 16, "bfloat16": 16, "int8": 32, "int4": 64, "float8_e4m3fn": 32}
+    found = []
+    for kernel in ("kv_append", "attention"):
+        for model in MODELS:
+            found += [Case(kernel, model, page_size) for page_size in (16, 128)]
+            found.append(Case(kernel, model, 128, num_tokens=2048, num_rows=64, max_q_len=2048))
+        for kv_dtype in ("int8", "int4", "float8_e4m3fn", "float32"):
+            for model in ("smollm2", "llama3_8b", "llama3_70b_shard", "gemma3_1b"):
+                dtype = "float32" if kv_dtype == "float32" else "bfloat16"
+                found.append(Case(kernel, model, 128, kv_dtype, dtype=dtype))
+            found.append(Case(kernel, "llama3_8b", 256, kv_dtype, 2048, 64, 2048, dtype=dtype))
+            found.append(Case(kernel, "llama3_8b", page_sizes[kv_dtype], kv_dtype, dtype=dtype))
+    for max_q_len in (1, 8, 2048):
+        tokens = {1: 64, 8: 256, 2048: 2048}[max_q_len]
+        plain: tuple[Any, ...] = (
+            ("attention", "llama3_8b", 128, "bfloat16", tokens, 64, max_q_len, "bfloat16"),
+        )
+        for options in ({"sliding_window": 1024}, {"soft_cap": 50.0}, {"sinks": True}, {"return_lse": True}):
+            found.append(Case(*plain[0], options=tuple(options.items())))
+        found.append(
+            Case(
+                "attention",
+                "smollm2",
+                128,
+                "bfloat16",
+                tokens,
+                64,
+                max_q_len,
+                options=(("sliding_window", 1024), ("soft_cap", 50.0), ("sinks", True), ("return_lse", True)),
+            )
+        )
+    return found
+
+
+def build(case: Case) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """The function of a case and the shapes of its arguments."""
+    import jax
+    import jax.numpy as jnp
+
+    from pallas_kernels.kv_append.tpu import kv_append
+
+    num_q_heads, num_kv_heads, head_dim = MODELS[case.model]
+    num_pages = POOL_TOKENS // case.page_size
+    quantized = case.kv_dtype in ("int8", "int4", "float8_e4m3fn")
+
+    def array(*shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
+    arguments: dict[str, Any] = {
+        "kv_pages": array(num_pages, num_kv_heads, case.page_size, 2 * head_dim, dtype=case.kv_dtype),
+        "kv_scales": array(num_pages, num_kv_heads, 2, case.page_size, dtype=jnp.float32)
+        if quantized
+        else None,
+    }
+    if case.kernel == "kv_append":
+        kv = array(case.num_tokens, num_kv_heads, head_dim, dtype=case.dtype)
+        return kv_append, arguments | {"k": kv, "v": kv, "slot_mapping": array(case.num_tokens)}
+
+    from pallas_kernels.ragged_paged_attention.tpu import ragged_paged_attention
+
+    options = dict(case.options)
+    sinks = options.pop("sinks", False)
+    pages_per_row = 8192 // case.page_size
+    arguments |= {
+        "q": array(case.num_tokens, num_q_heads, head_dim, dtype=case.dtype),
+        "page_table": array(case.num_rows, pages_per_row),
+        "kv_lens": array(case.num_rows),
+        "cu_q_lens": array(case.num_rows + 1),
+        "distribution": array(3),
+        "sink_logits": array(num_q_heads, dtype=jnp.float32) if sinks else None,
+    }
+
+    def attend(**arrays: jax.Array) -> Any:
+        return ragged_paged_attention(**arrays, sm_scale=head_dim**-0.5, max_q_len=case.max_q_len, **options)
+
+    return attend, arguments
+
+
+def compile_case(case: Case, topology: Any) -> dict[str, Any]:
+    """The JSON record of one case: "compiled", "refused" by our own check or "rejected" by the compiler."""
+    import jax
+    import numpy as np
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    mesh = Mesh(np.array(topology.devices[:1]), ("chip",))
+    sharding = NamedSharding(mesh, PartitionSpec())
+    record: dict[str, Any] = {"case": case.name, "chip": topology.devices[0].device_kind}
+    started = time.perf_counter()
+    try:
+        function, arguments = build(case)
+        arguments = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments
+        )
+        names = list(arguments)
+        donated = tuple(i for i, name in enumerate(names) if name in ("kv_pages", "kv_scales"))
+        jitted = jax.jit(
+            lambda *arrays: function(**dict(zip(names, arrays, strict=True))),
+            donate_argnums=donated if case.kernel == "kv_append" else (),
+        )
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            lowered = jitted.lower(*arguments.values())
+        compiled = lowered.compile()
+    except NotImplementedError as error:
+        return record | {"result": "refused", "why": str(error)[:3000]}
+    except Exception as error:  # whatever the compiler says is this case's result
+        return record | {"result": "rejected", "why": str(error)[:3000]}
+    memory = compiled.memory_analysis()
+    pools = [x for name, x in arguments.items() if name in ("kv_pages", "kv_scales") and x is not None]
+    return record | {
+        "result": "compiled",
+        "temp_bytes": memory.temp_size_in_bytes,
+        "pool_bytes": sum(x.size * jax.dtypes.itemsize_bits(x.dtype) // 8 for x in pools),
+        "alias_bytes": memory.alias_size_in_bytes,
+        "argument_bytes": memory.argument_size_in_bytes,
+        "seconds": round(time.perf_counter() - started, 2),
+    }
+
+
+def compile_all(target: str, only: str) -> None:
+    """The child's part: one JSON line per case on stdout."""
+    from jax.experimental import topologies
+
+    topology = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[target])
+    for case in cases():
+        if only in case.name:
+            print(json.dumps({"target": target} | compile_case(case, topology)), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--target", choices=[*TOPOLOGIES, "all"], default="v6e")
+    parser.add_argument("--only", default="", help="compile the cases whose name contains this")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        sys.path.insert(0, str(ROOT))
+        compile_all(options.target, options.only)
+        return
+    for target in TOPOLOGIES if options.target == "all" else [options.target]:
+        command = [sys.executable, __file__, "--child", "--target", target, "--only", options.only]
+        finished = subprocess.run(
+            command, env=os.environ | CHILD_ENVIRONMENT, stderr=subprocess.PIPE, text=True
+        )
+        if finished.returncode:
+            sys.exit(
+                f"the compiler's process for {target} ended with {finished.returncode}:\n{finished.stderr[-3000:]}"
+            )
+
+
+if __name__ == "__main__":
+    main()
