@@ -1,0 +1,100 @@
+"""Who may import whom, and what must never be imported."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiny_models import make_tiny, write_hf
+
+ROOT = Path(__file__).parents[1]
+
+# Lowest first. A module imports from its own layer and from those below; a new module needs a place here.
+LAYERS = [
+    {"pallas_kernels"},
+    {
+        "request",
+        "quantization",
+        "sharding",
+        "sampling",
+        "filters",
+        "penalties",
+        "stop_strings",
+        "compile_cache",
+    },
+    {"kv_cache", "layers", "batch", "page_allocator", "metrics"},
+    {"scheduler", "attention"},
+    {"models"},
+    {"step"},
+    {"engine"},
+    {"checkpoints"},
+    {"tokenizer", "detokenizer", "chat"},
+    {"llm", "planner", "batch_runner"},
+    {"cli"},
+]
+LEVEL = {name: level for level, layer in enumerate(LAYERS) for name in layer}
+PACKAGES = {"jaxinfer", "pallas_kernels", "checkpoints"}
+SOURCES = sorted(path.relative_to(ROOT) for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+
+
+def imported_modules(source: str) -> set[str]:
+    """Dotted names that the source imports, inside functions too; `from a import b` counts as a.b."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "relative imports hide the layer: write the package's name"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def unit(dotted: str) -> str:
+    """The name that LAYERS knows: jaxinfer.models.llama -> models, checkpoints.gguf -> checkpoints."""
+    package, _, rest = dotted.partition(".")
+    return rest.partition(".")[0] if package == "jaxinfer" else package
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=str)
+def test_import_direction(path):
+    if path == Path("jaxinfer/__init__.py"):
+        return  # the public names, from every layer
+    me = unit(".".join(path.with_suffix("").parts))
+    for name in imported_modules((ROOT / path).read_text()):
+        if name.partition(".")[0] in PACKAGES:
+            assert LEVEL[unit(name)] <= LEVEL[me], f"{path} ({me}) imports {name} from a higher layer"
+
+
+@pytest.mark.parametrize("name", ["request", "page_allocator", "scheduler"])
+def test_host_modules_know_no_jax(name):
+    modules = imported_modules((ROOT / "jaxinfer" / f"{name}.py").read_text())
+    assert not {m for m in modules if m.split(".")[0] in ("jax", "jaxlib", "flax")}
+
+
+EVERYTHING = """
+import importlib, pkgutil, sys
+import checkpoints, jaxinfer, pallas_kernels
+for package in (checkpoints, jaxinfer, pallas_kernels):
+    for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+        importlib.import_module(module.name)
+
+import jax.numpy as jnp
+from jaxinfer import batch, kv_cache, models
+checkpoint = checkpoints.open_checkpoint(sys.argv[1])
+model = models.for_config(checkpoint.config)
+config = model.Config.from_hf(checkpoint.config)
+weights = checkpoints.load_weights(checkpoint, model, config, jnp.float32)
+spec = kv_cache.KVCacheSpec(config.num_layers, config.num_kv_heads, config.head_dim, 16, 4, implementation="xla")
+packed = batch.pack([([5, 6, 7], 0, [1])], page_size=16)
+model.forward(config, weights, kv_cache.init(spec), packed)
+print(*sorted(name for name in ("optax", "flax.nnx", "torch", "transformers") if name in sys.modules))
+"""
+
+
+def test_heavy_packages_stay_out(tmp_path):
+    """Neither importing every module nor loading and running a model pulls in a training or torch stack."""
+    command = [sys.executable, "-c", EVERYTHING, str(write_hf(tmp_path, *make_tiny("llama_gqa")))]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == []
