@@ -88,6 +88,11 @@ class Detokenizer:
         """No more ids come: returns the text that was waiting for them."""
         return self._stream.finish()
 
+    @property
+    def waiting(self) -> str:
+        """Whole characters that are held because the next token could still spoil them ("" in most vocabularies)."""
+        return self._stream.waiting
+
     def _seed(self, prompt_token_ids: Sequence[int]) -> None:
         """Brings the stream to the state behind the prompt."""
         if self._tokenizer.decoder_rules.byte_level:
@@ -127,6 +132,7 @@ class TextStream:
         self.num_tokens = 0
         self._detokenizer = Detokenizer(tokenizer, prompt_token_ids, skip_special_tokens=skip_special_tokens)
         self._stops = StopStrings(stop, include=include_stop)
+        self._ahead: _Ahead | None = None
         self._include_stop = include_stop
         self._min_tokens = min_tokens
         special = tokenizer.special_tokens if skip_special_tokens else {}
@@ -139,10 +145,8 @@ class TextStream:
             if self.stop_reason is not None:
                 break
             self.num_tokens += 1
-            armed = self.num_tokens > self._min_tokens
-            text, self.stop_reason = self._stops.push(self._detokenizer.append([token_id]), armed=armed)
-            texts.append(text)
-            if armed and self.stop_reason is None and token_id in self._hidden_stops:
+            texts.append(self._match(self._detokenizer.append([token_id])))
+            if self.stop_reason is None and token_id in self._hidden_stops and self._armed:
                 texts.append(self.finish())
                 if self.stop_reason is None:
                     self.stop_reason = self._hidden_stops[token_id]
@@ -153,14 +157,48 @@ class TextStream:
         """No more ids come: returns the text that was held back (which may complete a stop string)."""
         if self.stop_reason is not None:
             return ""
-        text, self.stop_reason = self._stops.push(
-            self._detokenizer.finish(), armed=self.num_tokens > self._min_tokens
-        )
+        text = self._match(self._detokenizer.finish())
         return text if self.stop_reason is not None else text + self._stops.finish()
+
+    @property
+    def _armed(self) -> bool:
+        return self.num_tokens > self._min_tokens
+
+    def _match(self, text: str) -> str:
+        """Looks for stop strings in new text and in what the detokenizer still holds; returns text to show."""
+        shown = ""
+        if text and self._ahead is not None:  # what was held has come, or has turned out to be broken
+            if text.startswith(self._ahead.text):
+                self._stops, shown = self._ahead.stops, self._ahead.shown
+                text = text.removeprefix(self._ahead.text)
+            self._ahead = None
+        match = self._stops.push(text, armed=self._armed)
+        shown, self.stop_reason = shown + match.text, match.stop
+        waiting = self._detokenizer.waiting
+        if self.stop_reason is None and waiting:
+            # If a stop string is complete here, no more ids come, so what waits is the text.
+            self._ahead = self._ahead or _Ahead(self._stops.fork())
+            match = self._ahead.stops.push(waiting[len(self._ahead.text) :], armed=self._armed)
+            self._ahead.text = waiting
+            self._ahead.shown += match.text
+            if match.stop is not None:
+                shown, self.stop_reason = shown + self._ahead.shown, match.stop
+        return shown
+
+
+@dataclass
+class _Ahead:
+    """The matcher run over text that waits in the detokenizer."""
+
+    stops: StopStrings
+    text: str = ""  # what it was run over
+    shown: str = ""  # what it would have shown
 
 
 class _Utf8Stream:
     """Byte-level tokens: their bytes joined are UTF-8."""
+
+    waiting = ""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -181,6 +219,8 @@ class _PieceStream:
     def __init__(self, rules: DecoderRules):
         self._rules = rules
         self._bytes = bytearray()  # of the byte tokens since the last other token
+        self._run_decoder: codecs.IncrementalDecoder | None = codecs.getincrementaldecoder("utf-8")()
+        self.waiting = ""  # the whole characters in `_bytes`, if all of it is well formed so far
         self._strip_left = rules.strip_start
         self._started = False
 
@@ -191,7 +231,7 @@ class _PieceStream:
         rules = self._rules
         if rules.byte_fallback and (byte := BYTE_TOKEN.fullmatch(token)):
             # Held until another token comes: one bad byte turns the whole run into replacement characters.
-            self._bytes.append(int(byte[1], 16))
+            self._hold(int(byte[1], 16))
             return ""
         if rules.space is not None:
             drop = rules.first_token_spaces_dropped and not self._started
@@ -203,15 +243,32 @@ class _PieceStream:
 
     def drop_complete(self) -> None:
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        if decoder.decode(bytes(self._bytes)):
+        if decoder.decode(self._take_bytes()):
             self._strip_left = 0
-        self._bytes = bytearray(decoder.getstate()[0])
+        for byte in decoder.getstate()[0]:
+            self._hold(byte)
 
     def finish(self) -> str:
         return self._strip(self._flush_bytes())
 
+    def _hold(self, byte: int) -> None:
+        self._bytes.append(byte)
+        if (
+            self._run_decoder is None or self._strip_left
+        ):  # the run is broken, or its first space may be dropped
+            return
+        try:
+            self.waiting += self._run_decoder.decode(bytes([byte]))
+        except UnicodeDecodeError:
+            self._run_decoder, self.waiting = None, ""
+
+    def _take_bytes(self) -> bytes:
+        run, self._bytes, self.waiting = bytes(self._bytes), bytearray(), ""
+        self._run_decoder = codecs.getincrementaldecoder("utf-8")()
+        return run
+
     def _flush_bytes(self) -> str:
-        run, self._bytes = bytes(self._bytes), bytearray()
+        run = self._take_bytes()
         try:
             return run.decode("utf-8")
         except UnicodeDecodeError:

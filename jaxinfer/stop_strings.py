@@ -1,5 +1,6 @@
 """Finds stop strings in text that arrives in pieces."""
 
+import copy
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -53,6 +54,12 @@ class StopStrings:
         keep = len(held) - max(self._matched)
         self._held = held[keep:]
         return StopMatch(held[:keep], None)
+
+    def fork(self) -> "StopStrings":
+        """A copy with the same state, for text that may be taken back."""
+        forked = copy.copy(self)
+        forked._matched = list(self._matched)
+        return forked
 
     def finish(self) -> str:
         """The text that was held back; no stop string ended it."""
