@@ -37,7 +37,6 @@ def test_bits_are_those_of_the_file(tmp_path, num_shards):
         "f32": rng.standard_normal((2, 3, 4)).astype(np.float32),
         "e4m3": rng.standard_normal(6).astype(ml_dtypes.float8_e4m3fn),
         "e5m2": rng.standard_normal(6).astype(ml_dtypes.float8_e5m2),
-        "scalar": np.array(3.5, np.float32),
         "empty": np.zeros((0, 4), np.float32),
     }
     checkpoint = open_checkpoint(write_hf(tmp_path, TINY, weights, num_shards=num_shards))
@@ -91,6 +90,12 @@ def test_invalid_headers_are_refused_by_file_name(tmp_path, header, data_bytes):
     write_raw(path, header, b"\0" * data_bytes)
     with pytest.raises(CheckpointError, match=r"model\.safetensors"):
         read_safetensors(path)
+
+
+def test_tensors_without_axes_keep_their_shape(tmp_path):
+    write_raw(tmp_path / "m.safetensors", {"a": entry(0, 4, ())}, struct.pack("<f", 3.5))
+    value = read_safetensors(tmp_path / "m.safetensors")["a"].read()
+    assert value.shape == () and value == 3.5
 
 
 def test_empty_metadata_is_fine(tmp_path):
