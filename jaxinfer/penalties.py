@@ -35,7 +35,8 @@ class Extras(struct.PyTreeNode):
     @property
     def list_lengths(self) -> tuple[int, int, int, int]:
         """(M, W, L, S): what a program with extras is compiled for, beside B and V."""
-        return (self.bias_ids.shape[1], *self.bad_words.shape[1:], self.stop_ids.shape[1])
+        num_words, word_len = self.bad_words.shape[1:]
+        return self.bias_ids.shape[1], num_words, word_len, self.stop_ids.shape[1]
 
 
 def asks_for_extras(params: Any, bad_words: Sequence[Sequence[int]] = ()) -> bool:

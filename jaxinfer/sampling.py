@@ -8,6 +8,7 @@ after a preemption.
 """
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -16,7 +17,7 @@ import numpy as np
 from flax import struct
 from jax import Array
 
-from jaxinfer.filters import Filters, argmax, draw, find_cut, keep_mask
+from jaxinfer.filters import Filters, argmax, best_tokens, draw, find_cut, keep_mask
 from jaxinfer.penalties import Extras, apply_extras, asks_for_extras, build_extras
 
 Variant = Literal["greedy", "sample", "full"]
@@ -27,6 +28,8 @@ LogitsProcessor = Callable[[Array, "RowState", Any], Array]
 GREEDY_TEMPERATURE = 1e-5  # below it a row is greedy, as in vLLM
 # Purposes of random numbers: draw a token, accept a draft, draw after a refusal.
 SAMPLE, ACCEPT, RESIDUAL = 0, 1, 2
+
+_WORD = 0xFFFFFFFF
 
 
 class SamplingRow(NamedTuple):
@@ -55,19 +58,17 @@ class SamplingBatch(struct.PyTreeNode):
         """A batch of numpy arrays, padded to num_rows with greedy rows; extras if any row asks for them."""
         padding = num_rows - len(rows)
         params = [row.params for row in rows]
-
-        def column(values: list[Any], pad: float, dtype: type) -> Any:
-            return np.array(values + [pad] * padding, dtype)
-
+        columns: Any = np.array(  # f64[4, B]: a top_k up to 2**53 is exact
+            [(p.temperature, p.top_k, p.top_p, p.min_p) for p in params] + [(0.0, 0, 1.0, 0.0)] * padding
+        ).T
+        keys = [row_key(row.seed, row.sample_index) for row in rows] + [(0, 0)] * padding
         full = any(asks_for_extras(row.params, row.bad_words) for row in rows)
         return cls(
-            temperature=column([p.temperature for p in params], 0.0, np.float32),
-            top_k=np.clip(column([p.top_k for p in params], 0, np.int32), 0, vocab_size),
-            top_p=column([p.top_p for p in params], 1.0, np.float32),
-            min_p=column([p.min_p for p in params], 0.0, np.float32),
-            key=row_keys(
-                [r.seed for r in rows] + [0] * padding, [r.sample_index for r in rows] + [0] * padding
-            ),
+            temperature=columns[0].astype(np.float32),
+            top_k=np.clip(columns[1], 0, vocab_size).astype(np.int32),
+            top_p=columns[2].astype(np.float32),
+            min_p=columns[3].astype(np.float32),
+            key=np.array(keys, np.uint32),  # type: ignore[arg-type]  # numpy until the step puts it on the device
             extras=build_extras(rows, num_rows, vocab_size) if full else None,
         )
 
@@ -146,6 +147,7 @@ def sample(
     logprob_token_ids: Array | None = None,
     logits_processors: Sequence[LogitsProcessor] = (),
     processor_params: Any = None,
+    rows_at_once: int = 1,
 ) -> SampleOutput:
     """Draws one token for each row.
 
@@ -162,6 +164,7 @@ def sample(
         token was drawn from, where a greedy row has all its mass on one token.
       logprob_token_ids: i32[B, Q] further tokens whose logprobs are wanted.
       logits_processors: applied in turn after the penalties, before temperature, with processor_params.
+      rows_at_once: see `filters.draw`.
     """
     raw = logits
     if variant == "full":
@@ -181,13 +184,15 @@ def sample(
         raise ValueError(f'sample: variant "{variant}" needs a SamplingBatch; only "greedy" works without.')
     else:
         temperature, filters = batch.temperature, _filters(batch, logits.shape[1])
-        tokens = draw(logits, _positive(temperature), filters, purpose_keys(batch.key, positions, SAMPLE))
+        tokens = draw(
+            logits, _positive(temperature), filters, purpose_keys(batch.key, positions, SAMPLE), rows_at_once
+        )
     if num_logprobs is None and logprob_token_ids is None:
         return SampleOutput(tokens)
 
     scores = raw
     if logprobs_mode == "processed":
-        keep = keep_mask(logits, find_cut(logits, _positive(temperature), filters))
+        keep = keep_mask(logits, find_cut(logits, _positive(temperature), filters, rows_at_once))
         # The draw and the cut sum in another order: at the edge of top_p they may differ by one token.
         keep |= jnp.arange(logits.shape[1]) == tokens[:, None]
         scores = jnp.where(keep, logits / _positive(temperature)[:, None], -jnp.inf)
@@ -206,18 +211,18 @@ def _positive(temperature: Array) -> Array:
 
 
 def _with_logprobs(tokens: Array, scores: Array, num_logprobs: int, labels: Array | None) -> SampleOutput:
-    logprobs = jax.nn.log_softmax(scores, axis=-1)
+    log_total = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
     chosen = jnp.take_along_axis(scores, tokens[:, None], axis=1)
     ids = jnp.arange(scores.shape[1])
     before = (scores > chosen) | ((scores == chosen) & (ids < tokens[:, None]))
-    top_logprobs, top_ids = jax.lax.top_k(logprobs, num_logprobs)
+    top_scores, top_ids = best_tokens(scores, num_logprobs)
     return SampleOutput(
         tokens=tokens,
-        logprob=jnp.take_along_axis(logprobs, tokens[:, None], axis=1)[:, 0],
+        logprob=(chosen - log_total)[:, 0],
         rank=1 + jnp.sum(before, axis=-1, dtype=jnp.int32),
         top_ids=top_ids,
-        top_logprobs=top_logprobs,
-        label_logprobs=None if labels is None else jnp.take_along_axis(logprobs, labels, axis=1),
+        top_logprobs=top_scores - log_total,
+        label_logprobs=None if labels is None else jnp.take_along_axis(scores, labels, axis=1) - log_total,
     )
 
 
@@ -231,27 +236,24 @@ def purpose_keys(key: Array, positions: Array, purpose: int) -> Array:
     return jax.vmap(fold)(key, positions)
 
 
-def row_keys(seeds: Sequence[int], sample_indices: Sequence[int]) -> Any:
-    """u32[B, 2]: jax.random.fold_in(key of the seed, sample index), in numpy.
+@lru_cache(maxsize=1 << 16)
+def row_key(seed: int, sample_index: int) -> tuple[int, int]:
+    """Threefry2x32 key: jax.random.fold_in(key of the seed, sample_index), without jax.
 
     The key of a seed is its high and its low word: all 64 bits count (jax.random.key drops the high ones).
     """
-    seed = np.array([s & 0xFFFFFFFFFFFFFFFF for s in seeds], np.uint64)
-    key = np.stack([seed >> np.uint64(32), seed & np.uint64(0xFFFFFFFF)]).astype(np.uint32)
-    count = np.zeros_like(key)
-    count[1] = np.array(sample_indices, np.uint32)
-    return np.ascontiguousarray(threefry2x32(key, count).T)
+    return threefry2x32((seed >> 32 & _WORD, seed & _WORD), (0, sample_index & _WORD))
 
 
-def threefry2x32(key: np.ndarray, count: np.ndarray) -> np.ndarray:
-    """u32[2, ...] from key and count u32[2, ...], 20 rounds (Salmon et al., SC 2011, Threefry)."""
-    schedule = (key[0], key[1], key[0] ^ key[1] ^ np.uint32(0x1BD11BDA))
+def threefry2x32(key: tuple[int, int], count: tuple[int, int]) -> tuple[int, int]:
+    """The block cipher of Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (2011), 20 rounds."""
+    schedule = (key[0], key[1], key[0] ^ key[1] ^ 0x1BD11BDA)
     rotations = ((13, 15, 26, 6), (17, 29, 16, 24))
-    x, y = count[0] + schedule[0], count[1] + schedule[1]
+    x, y = count[0] + key[0] & _WORD, count[1] + key[1] & _WORD
     for group in range(5):
         for r in rotations[group % 2]:
-            x = x + y
-            y = ((y << np.uint32(r)) | (y >> np.uint32(32 - r))) ^ x
-        x = x + schedule[(group + 1) % 3]
-        y = y + schedule[(group + 2) % 3] + np.uint32(group + 1)
-    return np.stack([x, y])
+            x = x + y & _WORD
+            y = (y << r | y >> 32 - r) & _WORD ^ x
+        x = x + schedule[(group + 1) % 3] & _WORD
+        y = y + schedule[(group + 2) % 3] + group + 1 & _WORD
+    return x, y
