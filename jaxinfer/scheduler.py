@@ -391,8 +391,7 @@ class Scheduler:
             self._wake(seq, seq.request.request_id)
         if not self.allocator.enable_prefix_caching:
             return
-        # The K/V of the last token known is not in the pages yet.
-        num_pages = min(num_committed, len(seq.token_ids) - 1) // self.allocator.page_size
+        num_pages = num_committed // self.allocator.page_size
         if num_pages > seq.num_registered_pages:
             self.allocator.extend_keys(seq.page_keys, seq.token_ids, seq.request.cache_salt)
             for page in range(seq.num_registered_pages, num_pages):

@@ -331,6 +331,19 @@ def test_the_youngest_is_preempted_and_resumes_without_sampling_again():
     assert sampled == 6
 
 
+def test_no_admission_into_the_pages_that_running_rows_are_about_to_need():
+    """Else a newcomer is preempted in the next step, and its prompt is computed for nothing."""
+    rig = Rig(num_pages=7, page_size=2)
+    old = rig.add("old", [1, 2, 3, 4], max_tokens=8, ignore_eos=True)
+    young = rig.add("young", prompt_of(7, 5), max_tokens=4, ignore_eos=True)
+    assert shapes(rig.step()) == [("old", 0, 4, 1)], (
+        "4 pages are free, 4 are needed, 1 is kept for the other row"
+    )
+    rig.run()
+    rig.check_outputs(old + young)
+    assert rig.scheduler.stats().num_preemptions == 0
+
+
 # n > 1
 
 
