@@ -19,3 +19,15 @@ def for_config(hf: dict[str, Any]) -> ModuleType:
     if kind not in MODELS:
         raise ValueError(f"model_type {kind!r} is not supported; supported are {', '.join(sorted(MODELS))}")
     return MODELS[kind]
+
+
+def module_of(config: Any) -> ModuleType:
+    """The model file whose `Config` this is.
+
+    Raises:
+      TypeError: it belongs to none of `MODELS`.
+    """
+    for module in MODELS.values():
+        if type(config) is module.Config:
+            return module
+    raise TypeError(f"{type(config).__name__} is the Config of no model file; give model_module=...")

@@ -7,7 +7,7 @@ from jaxinfer.layers import RopeConfig
 # Keys that do not change what inference computes, whatever their value.
 INERT_KEYS = frozenset(
     {
-        "_name_or_path", "architectures", "attention_dropout", "auto_map", "bos_token_id", "dtype",
+        "_model_name_or_path", "_name_or_path", "architectures", "attention_dropout", "auto_map", "bos_token_id", "dtype",
         "eos_token_id", "id2label", "initializer_range", "is_decoder", "is_encoder_decoder",
         "is_llama_config",
         "label2id", "max_window_layers", "model_type", "name_or_path", "output_attentions",
@@ -15,7 +15,7 @@ INERT_KEYS = frozenset(
         "transformers.js_config", "transformers_version", "unsloth_fixed", "use_cache", "tokenizer_class",
         "task_specific_params", "problem_type", "chunk_size_feed_forward", "finetuning_task", "prefix",
         "sep_token_id", "decoder_start_token_id", "cross_attention_hidden_size", "tie_encoder_decoder",
-        "torchscript", "use_bfloat16",
+        "torchscript", "unk_token_id", "use_bfloat16",
     }
 )  # fmt: skip
 
