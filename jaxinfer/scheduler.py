@@ -35,6 +35,7 @@ class SchedulerConfig:
     max_model_len: int  # prompt + output tokens of one sequence
     max_num_partial_prefills: int = 1  # prompts that may be under way in chunks at the same time
     decode_steps: int = 8  # k: tokens per row and step when every row decodes and nothing waits
+    max_multi_step_rows: int | None = None  # more rows than this take one step at a time; None: any number may
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_model_len", "max_num_partial_prefills", "decode_steps"):
@@ -227,7 +228,8 @@ class Scheduler:
     def _num_steps(self) -> int:
         """k, more than 1 only if every row decodes, nothing waits, and pages for k tokens each are free."""
         k, num_pages, longest = self.config.decode_steps, 0, 1
-        if self._num_waiting or k == 1:
+        limit = self.config.max_multi_step_rows
+        if self._num_waiting or k == 1 or (limit is not None and len(self.running) > limit):
             return 1
         for seq in self.running:
             if seq.num_uncomputed_tokens > 1:
