@@ -132,6 +132,7 @@ class TextStream:
         self.num_tokens = 0
         self._detokenizer = Detokenizer(tokenizer, prompt_token_ids, skip_special_tokens=skip_special_tokens)
         self._stops = StopStrings(stop, include=include_stop)
+        self._has_stops = bool(stop)
         self._ahead: _Ahead | None = None
         self._include_stop = include_stop
         self._min_tokens = min_tokens
@@ -140,6 +141,10 @@ class TextStream:
 
     def append(self, token_ids: Iterable[int]) -> str:
         """Takes ids, returns the new text that no stop string can still take back."""
+        if not self._has_stops:
+            token_ids = list(token_ids)
+            self.num_tokens += len(token_ids)
+            return self._detokenizer.append(token_ids)
         texts = []
         for token_id in token_ids:
             if self.stop_reason is not None:

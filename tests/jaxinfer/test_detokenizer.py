@@ -26,11 +26,19 @@ def without_decoder() -> tokenizers.Tokenizer:
     return backend
 
 
+def strip_two() -> tokenizers.Tokenizer:
+    backend = fixtures.sentencepiece()
+    steps = [decoders.Replace(fixtures.SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 2, 0)])
+    return backend
+
+
 # The added token with a byte-alphabet character is left out here: `tokenizers` itself decodes it to garbage.
 MAKERS: dict[str, Callable[[], tokenizers.Tokenizer]] = {
     "byte_level": fixtures.byte_level,
     "llama": fixtures.sentencepiece,
     "gemma": lambda: fixtures.sentencepiece(strip=False),
+    "strip two": strip_two,
     "metaspace": fixtures.metaspace,
     "none": without_decoder,
 }
@@ -255,6 +263,9 @@ def test_stop_strings_that_complete_too_early_are_passed_over() -> None:
         assert stream_.append(ids) + stream_.finish() == text
         assert stream_.num_tokens == count
         assert stream_.stop_reason == (None if min_tokens == 6 else "X")
+    overlapping = TextStream(tokenizer, stop=["aa"], min_tokens=2)
+    assert overlapping.append(tokenizer.encode("aaa")) == "a"
+    assert (overlapping.stop_reason, overlapping.num_tokens) == ("aa", 3)
 
 
 @pytest.mark.parametrize("skip", [True, False])
