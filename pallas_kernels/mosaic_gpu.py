@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 
@@ -22,3 +23,11 @@ def kernel(
     if _TAKES_COST_ESTIMATE:
         options["cost_estimate"] = cost_estimate
     return plgpu.kernel(body, **options)
+
+
+def store_to_gmem(ref: Any, value: jax.Array) -> None:
+    """Stores registers to GMEM in runs of any length. plgpu.store, which says so, is there from jax 0.12 on."""
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref, value, optimized=False)
+    else:
+        ref[...] = value

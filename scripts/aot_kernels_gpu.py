@@ -20,6 +20,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+CASE_TIMEOUT = 180  # seconds
 
 
 def cases(capability: tuple[int, int]) -> dict:
@@ -30,6 +31,7 @@ def cases(capability: tuple[int, int]) -> dict:
     import jax.numpy as jnp
 
     from pallas_kernels.kv_append import gpu as kv_append
+    from pallas_kernels.ragged_paged_attention import gpu as attention
 
     def append(heads, head_dim, page_size, kv_dtype, num_tokens=256, num_pages=4096):
         struct = jax.ShapeDtypeStruct
@@ -45,7 +47,53 @@ def cases(capability: tuple[int, int]) -> dict:
         function = functools.partial(kv_append.kv_append, compute_capability=capability)
         return function, arrays, (2, 3) if quantized else (2,)
 
+    def attend(
+        heads,
+        head_dim,
+        page_size,
+        rows,
+        max_len,
+        kv_dtype="bfloat16",
+        num_tokens=None,
+        max_q_len=1,
+        **options,
+    ):
+        struct, (num_q_heads, num_kv_heads), num_pages = jax.ShapeDtypeStruct, heads, 4096
+        quantized = kv_dtype in ("int8", "float8_e4m3fn", "int4")
+        arrays = (
+            struct((num_tokens or rows, num_q_heads, head_dim), jnp.bfloat16),
+            struct((num_pages, num_kv_heads, page_size, 2 * head_dim), jnp.dtype(kv_dtype)),
+            struct((num_pages, num_kv_heads, 2, page_size), jnp.float32) if quantized else None,
+            struct((rows, max_len // page_size), jnp.int32),
+            struct((rows,), jnp.int32),
+            struct((rows + 1,), jnp.int32),
+            struct((3,), jnp.int32),
+        )
+        function = functools.partial(
+            attention.ragged_paged_attention,
+            sm_scale=head_dim**-0.5,
+            max_q_len=max_q_len,
+            compute_capability=capability,
+            **options,
+        )
+        return function, arrays, ()
+
     return {
+        "decode smollm2 page16": lambda: attend((9, 3), 64, 16, 64, 2048),
+        "decode llama3_8b page16 batch 1": lambda: attend((32, 8), 128, 16, 1, 8192),
+        "decode llama3_8b page16 batch 64": lambda: attend((32, 8), 128, 16, 64, 8192),
+        "decode llama3_8b page128 batch 256": lambda: attend((32, 8), 128, 128, 256, 8192),
+        "decode llama3_70b_shard page64": lambda: attend((8, 1), 128, 64, 64, 8192),
+        "decode qwen3 page16": lambda: attend((16, 8), 128, 16, 64, 8192),
+        "decode gemma3 page16 window": lambda: attend((4, 1), 256, 16, 64, 8192, sliding_window=512),
+        "decode phi2 h80 page16": lambda: attend((32, 32), 80, 16, 64, 2048),
+        "decode phi3 h96 page16": lambda: attend((32, 32), 96, 16, 64, 4096),
+        "decode llama3_8b page256 soft_cap lse": lambda: attend(
+            (32, 8), 128, 256, 16, 8192, soft_cap=30.0, return_lse=True
+        ),
+        "drafts llama3_8b page16 q16": lambda: attend(
+            (32, 8), 128, 16, 16, 8192, num_tokens=256, max_q_len=16
+        ),
         "kv_append smollm2 bf16 page16": lambda: append(3, 64, 16, "bfloat16"),
         "kv_append llama3_8b bf16 page16": lambda: append(8, 128, 16, "bfloat16"),
         "kv_append llama3_8b bf16 page16 one token": lambda: append(8, 128, 16, "bfloat16", num_tokens=1),
@@ -78,6 +126,8 @@ def compile_case(name: str, target: str) -> dict:
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             compiled = jax.jit(function, donate_argnums=donated).lower(*arrays).compile()
     except NotImplementedError as error:
+        if "use implementation=" not in str(error):
+            raise  # the compiler's, not a refusal of ours
         return {"result": "refused", "reason": str(error)}
     memory = compiled.memory_analysis()
     donated_bytes = sum(arrays[i].size * arrays[i].dtype.itemsize for i in donated)
@@ -103,7 +153,7 @@ def kernel_resources(dump: Path) -> list[dict]:
     """Registers, spills and shared memory of each kernel in Mosaic GPU's dump of ptxas."""
     kernels = []
     for log in sorted(dump.glob("*.ptxas")):
-        text = log.read_text()
+        text = log.read_text(errors="replace")
         spills = re.search(r"(\d+) bytes spill stores", text)
         registers = re.search(r"Used (\d+) registers", text)
         resources = log.with_suffix(".resources.txt")
@@ -130,7 +180,12 @@ def run_child(python: str, name: str, target_path: Path) -> dict:
             "MOSAIC_GPU_DUMP_PTXAS": "1",
         }
         command = [python, __file__, "--child", name, "--target", str(target_path)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+        try:
+            done = subprocess.run(
+                command, env=environment, capture_output=True, text=True, timeout=CASE_TIMEOUT
+            )
+        except subprocess.TimeoutExpired:
+            return {"result": "failed", "error": f"the compiler did not end in {CASE_TIMEOUT} s"}
         if done.returncode:
             return {"result": "failed", "error": done.stderr.strip()[-1500:]}
         return json.loads(done.stdout.splitlines()[-1]) | {"kernels": kernel_resources(Path(dump))}

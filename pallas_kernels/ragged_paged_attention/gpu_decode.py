@@ -1,0 +1,317 @@
+"""Rows of few query tokens on GPU: split-K over pages on TMA and mma, compute capability 9.0 and newer.
+
+Block schedule: grid (split, kv head, row), one warpgroup per block. A block holds the query tokens of its row times
+the G heads of its kv head as one [M, H] tile (GQA without repeating K or V), and walks its share of the row's K|V in
+blocks of block_kv tokens. Each block arrives by TMA, a page (or a part of a page) per copy, into one of `num_stages`
+buffers; pages that no query of the row sees are not fetched. The softmax is online, in float32 and base 2.
+A split leaves its normalized output and the log2 of its denominator; `combine` merges splits (FlashDecoding, split-K
+of arXiv:2311.01282). Splits with nothing to do leave lse -inf and no output.
+"""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import mosaic_gpu
+from pallas_kernels.mosaic_gpu import TMA_ALIGNMENT
+
+LOG2_E = math.log2(math.e)
+MAX_ROWS = 64  # of the query tile: four warps of 16
+MIN_SPLIT_TOKENS = 256  # fewer, and the partial outputs of G = 4 heads outweigh 3% of the K and V read
+TARGET_BLOCKS = 264  # two blocks on each of the 132 SMs of an H100 or H200
+STAGE_BYTES = (
+    96 * 1024
+)  # of K|V buffers in one block, so that two blocks share an SM's 227 KiB (one on smaller SMs)
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """The static block schedule of a decode call: all that the kernel and the counting of its bytes need."""
+
+    num_rows: int  # B
+    num_kv_heads: int  # K
+    head_dim: int  # H
+    page_size: int
+    max_q_len: int
+    group: int  # query heads per kv head in the tile: G, or more where a token's rows would end off TMA_ALIGNMENT
+    tile_rows: int  # M
+    m_warps: int  # warps along M; the others share the columns
+    block_kv: int  # kv tokens per step
+    fetch_kv: int  # kv tokens per copy: a page, or block_kv of a longer page
+    num_stages: int
+    num_splits: int
+
+
+def make_schedule(
+    num_rows: int,
+    pages_per_row: int,
+    num_kv_heads: int,
+    group: int,
+    head_dim: int,
+    page_size: int,
+    max_q_len: int,
+) -> Schedule | None:
+    """The schedule for these shapes, or None where max_q_len query tokens of G heads do not fit one tile."""
+    while group * head_dim * 2 % TMA_ALIGNMENT:
+        group += 1
+    rows = max_q_len * group
+    block_kv = 64 if head_dim <= 128 else 32
+    # (tile_rows, m_warps): an accumulator is dealt out in tiles of [16 m_warps, 8 (4 / m_warps)]
+    shapes = [(pl.cdiv(rows, 16 * m) * 16 * m, m) for m in (1, 2, 4) if head_dim % (32 // m) == 0]
+    tile_rows, m_warps = min(shapes)
+    if tile_rows > MAX_ROWS:
+        return None
+    stage_bytes = block_kv * 2 * head_dim * 2
+    blocks = num_rows * num_kv_heads
+    num_splits = min(pl.cdiv(TARGET_BLOCKS, blocks), pl.cdiv(pages_per_row * page_size, MIN_SPLIT_TOKENS))
+    return Schedule(
+        num_rows=num_rows,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        page_size=page_size,
+        max_q_len=max_q_len,
+        group=group,
+        tile_rows=tile_rows,
+        m_warps=m_warps,
+        block_kv=block_kv,
+        fetch_kv=min(page_size, block_kv),
+        num_stages=max(2, STAGE_BYTES // stage_bytes),
+        num_splits=max(1, num_splits),
+    )
+
+
+def _attend(
+    q_ref,  # [T, K, group, H]
+    pages_ref,  # [num_pages, K, page_size, 2H]
+    page_table_ref,  # i32[B, P]
+    kv_lens_ref,  # i32[B]
+    cu_q_lens_ref,  # i32[B + 1]
+    row_end_ref,  # i32[1]: rows [0, row_end) are this kernel's
+    sinks_ref,  # f32[K, M], base-2 logits; -inf where there is none
+    out_ref,  # [splits, B, K, max_q_len * group, H]
+    lse_ref,  # f32[splits, B, K, M], base 2
+    q_smem,  # [M, H]
+    kv_smem,  # [num_stages, block_kv, 2H]
+    weights_smem,  # [M, block_kv]
+    out_smem,  # [M, H]
+    kv_barriers,
+    q_barrier,
+    *,
+    schedule: Schedule,
+    sm_scale: float,
+    sliding_window: int | None,
+    soft_cap: float | None,
+):
+    s = schedule
+    dtype, head_dim, block_kv = q_smem.dtype, s.head_dim, s.block_kv
+    split, kv_head, row = lax.axis_index("split"), lax.axis_index("kv_head"), lax.axis_index("row")
+    acc_layout = plgpu.Layout.MMA_ACC(dtype, m_warps=s.m_warps)
+    lhs_layout = plgpu.Layout.MMA_LHS(dtype, m_warps=s.m_warps)
+    rhs_layout = plgpu.Layout.MMA_RHS(dtype, m_warps=s.m_warps)
+    row_layout = acc_layout.reduce(1)
+
+    # What the row's queries see is [first_seen, kv_len); this split's share is blocks [begin, end) of it.
+    kv_len = jnp.where(row < row_end_ref[0], kv_lens_ref[row], 0)
+    q_start = cu_q_lens_ref[row]
+    q_len = cu_q_lens_ref[row + 1] - q_start
+    kv_len = jnp.where(q_len > 0, kv_len, 0)
+    first_position = kv_len - q_len  # of the row's first query
+    if sliding_window is None:
+        first_seen = jnp.int32(0)
+    else:
+        first_seen = jnp.maximum(first_position - (sliding_window - 1), 0)
+    first_block = lax.div(first_seen, block_kv)
+    num_blocks = pl.cdiv(kv_len, block_kv) - first_block
+    splits_used = jnp.clip(pl.cdiv(num_blocks * block_kv, MIN_SPLIT_TOKENS), 1, s.num_splits)
+    blocks_per_split = pl.cdiv(num_blocks, splits_used)
+    begin = first_block + jnp.minimum(split * blocks_per_split, num_blocks)
+    end = first_block + jnp.minimum((split + 1) * blocks_per_split, num_blocks)
+
+    @pl.when(begin >= end)
+    def _nothing_to_do():
+        nothing = plgpu.layout_cast(jnp.full((s.tile_rows,), -jnp.inf, jnp.float32), row_layout)
+        mosaic_gpu.store_to_gmem(lse_ref.at[split, row, kv_head], nothing)
+
+    @pl.when(begin < end)
+    def _attend_share():
+        def fetch(block):
+            stage = lax.rem(block - begin, s.num_stages)
+            for start in range(0, block_kv, s.fetch_kv):
+                position = block * block_kv + start
+                seen = (position < kv_len) & (position + s.fetch_kv > first_seen)
+
+                @pl.when(seen)
+                def _copy(start=start, position=position):
+                    page = page_table_ref[row, lax.div(position, s.page_size)]
+                    plgpu.copy_gmem_to_smem(
+                        pages_ref.at[page, kv_head, pl.ds(lax.rem(position, s.page_size), s.fetch_kv)],
+                        kv_smem.at[stage, pl.ds(start, s.fetch_kv)],
+                        kv_barriers.at[stage],
+                    )
+
+                @pl.when(jnp.logical_not(seen))
+                def _skip():
+                    plgpu.barrier_arrive(kv_barriers.at[stage])
+
+        for token in range(s.max_q_len):
+            rows = pl.ds(token * s.group, s.group)
+
+            @pl.when(token < q_len)
+            def _load_query(token=token, rows=rows):
+                plgpu.copy_gmem_to_smem(q_ref.at[q_start + token, kv_head], q_smem.at[rows], q_barrier)
+
+            if token:
+
+                @pl.when(token >= q_len)
+                def _no_query():
+                    plgpu.barrier_arrive(q_barrier)
+
+        for stage in range(s.num_stages):
+
+            @pl.when(begin + stage < end)
+            def _fill(stage=stage):
+                fetch(begin + stage)
+
+        plgpu.barrier_wait(q_barrier)
+        query = plgpu.load(q_smem, layout=lhs_layout, optimized=False)
+        sinks = plgpu.load(sinks_ref.at[kv_head], layout=row_layout, optimized=False)
+        sinks = sinks + jnp.where(split == 0, 0.0, -jnp.inf)  # once, though every split starts from here
+        denominator = jnp.where(sinks == -jnp.inf, 0.0, 1.0)
+        out = plgpu.layout_cast(jnp.zeros((s.tile_rows, head_dim), jnp.float32), acc_layout)
+
+        def step(block, carry):
+            out, peak, denominator = carry
+            stage = lax.rem(block - begin, s.num_stages)
+            plgpu.barrier_wait(kv_barriers.at[stage])
+            keys = plgpu.load(kv_smem.at[stage, :, pl.ds(0, head_dim)].T, layout=rhs_layout)
+            no_scores = jnp.zeros((s.tile_rows, block_kv), jnp.float32)
+            scores = plgpu.mma(plgpu.layout_cast(no_scores, acc_layout), query, keys)
+            if soft_cap is None:
+                scores = scores * (sm_scale * LOG2_E)
+            else:
+                scores = jnp.tanh(scores * (sm_scale / soft_cap)) * (soft_cap * LOG2_E)
+            kv_position = block * block_kv + plgpu.broadcasted_iota(
+                jnp.int32, scores.shape, 1, layout=acc_layout
+            )
+            q_position = first_position  # of each row of the tile
+            if s.max_q_len > 1:
+                tile_row = plgpu.broadcasted_iota(jnp.int32, scores.shape, 0, layout=acc_layout)
+                q_position = first_position + lax.div(tile_row, s.group)
+            visible = kv_position <= q_position
+            if sliding_window is not None:
+                visible &= kv_position > q_position - sliding_window
+            scores = jnp.where(visible, scores, -jnp.inf)
+
+            new_peak = jnp.maximum(peak, scores.max(axis=1))
+            shift = jnp.where(new_peak == -jnp.inf, 0.0, new_peak)  # a row that has seen nothing yet
+            weights = jnp.exp2(scores - lax.broadcast_in_dim(shift, scores.shape, [0]))
+            decay = jnp.exp2(peak - shift)
+            denominator = denominator * decay + weights.sum(axis=1)
+            weights_smem[...] = weights.astype(dtype)
+            weights_lhs = plgpu.load(weights_smem, layout=lhs_layout, optimized=False)
+
+            values = plgpu.load(kv_smem.at[stage, :, pl.ds(head_dim, head_dim)], layout=rhs_layout)
+            # What no query may see must not reach the product: 0 x NaN is NaN.
+            value_position = block * block_kv + plgpu.broadcasted_iota(
+                jnp.int32, values.shape, 0, layout=rhs_layout
+            )
+            seen = (value_position < kv_len) & (value_position >= first_seen)
+            values = jnp.where(seen, values, jnp.zeros((), dtype))
+            out = plgpu.mma(out * lax.broadcast_in_dim(decay, out.shape, [0]), weights_lhs, values)
+
+            @pl.when(block + s.num_stages < end)
+            def _fetch_next():
+                fetch(block + s.num_stages)
+
+            return out, new_peak, denominator
+
+        out, peak, denominator = lax.fori_loop(begin, end, step, (out, sinks, denominator))
+        is_live = denominator > 0
+        inverse = jnp.where(is_live, 1.0 / denominator, 0.0)
+        out_smem[...] = (out * lax.broadcast_in_dim(inverse, out.shape, [0])).astype(out_smem.dtype)
+        plgpu.commit_smem()
+        for token in range(s.max_q_len):
+            rows = pl.ds(token * s.group, s.group)
+
+            @pl.when(token < q_len)
+            def _store(rows=rows):
+                plgpu.copy_smem_to_gmem(
+                    out_smem.at[rows], out_ref.at[split, row, kv_head, rows], commit_group=False
+                )
+
+        plgpu.commit_smem_to_gmem_group()
+        lse = jnp.where(is_live, peak + jnp.log2(denominator), -jnp.inf)
+        mosaic_gpu.store_to_gmem(lse_ref.at[split, row, kv_head], lse)
+        plgpu.wait_smem_to_gmem(0)
+
+
+def attend(
+    q: jax.Array,  # [T, K, group, H]
+    kv_pages: jax.Array,
+    page_table: jax.Array,
+    kv_lens: jax.Array,
+    cu_q_lens: jax.Array,
+    row_end: jax.Array,  # i32[]
+    sinks: jax.Array,  # f32[K, group], natural logits
+    *,
+    schedule: Schedule,
+    sm_scale: float,
+    sliding_window: int | None,
+    soft_cap: float | None,
+    cost_estimate: pl.CostEstimate,
+) -> tuple[jax.Array, jax.Array]:
+    """Rows [0, row_end): [B, K, max_q_len * group, H] in q's dtype and f32 lse [B, K, max_q_len * group].
+
+    Entries of tokens that a row does not have, and of other rows, hold anything; their lse too, except that rows with
+    kv_lens 0 and rows from row_end on have lse -inf and output 0.
+    """
+    s = schedule
+    dtype, live_rows = q.dtype, s.max_q_len * s.group
+    swizzle = next(w for w in (128, 64, 32) if s.head_dim % (w // dtype.itemsize) == 0)
+    transforms = (plgpu.TilingTransform((8, swizzle // dtype.itemsize)), plgpu.SwizzleTransform(swizzle))
+    out_dtype = dtype if s.num_splits == 1 else jnp.float32
+    tile_sinks = jnp.tile(sinks * LOG2_E, (1, s.max_q_len))  # f32[K, live_rows]
+    tile_sinks = jnp.pad(tile_sinks, ((0, 0), (0, s.tile_rows - live_rows)), constant_values=-jnp.inf)
+    out, lse = mosaic_gpu.kernel(
+        functools.partial(
+            _attend, schedule=s, sm_scale=sm_scale, sliding_window=sliding_window, soft_cap=soft_cap
+        ),
+        cost_estimate=cost_estimate,
+        out_type=(
+            jax.ShapeDtypeStruct(
+                (s.num_splits, s.num_rows, s.num_kv_heads, live_rows, s.head_dim), out_dtype
+            ),
+            jax.ShapeDtypeStruct((s.num_splits, s.num_rows, s.num_kv_heads, s.tile_rows), jnp.float32),
+        ),
+        grid=(s.num_splits, s.num_kv_heads, s.num_rows),
+        grid_names=("split", "kv_head", "row"),
+        scratch_types=[
+            plgpu.SMEM((s.tile_rows, s.head_dim), dtype),
+            plgpu.SMEM((s.num_stages, s.block_kv, 2 * s.head_dim), kv_pages.dtype, transforms=transforms),
+            plgpu.SMEM((s.tile_rows, s.block_kv), dtype),
+            plgpu.SMEM((s.tile_rows, s.head_dim), out_dtype),
+            plgpu.Barrier(num_arrivals=s.block_kv // s.fetch_kv, num_barriers=s.num_stages),
+            plgpu.Barrier(num_arrivals=s.max_q_len),
+        ],
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        kernel_name="ragged_paged_attention_decode",
+    )(q, kv_pages, page_table, kv_lens, cu_q_lens, row_end.reshape(1), tile_sinks)
+    return _combine(out, lse[..., :live_rows], dtype)
+
+
+def _combine(out: jax.Array, lse: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
+    """Merges splits: out [splits, ..., H], base-2 lse f32[splits, ...] -> [..., H] in dtype, natural lse f32[...]."""
+    peak = lse.max(axis=0)
+    shift = jnp.where(peak == -jnp.inf, 0.0, peak)
+    weights = jnp.exp2(lse - shift)  # f32[splits, ...]
+    denominator = weights.sum(axis=0)
+    used = weights[..., None] > 0  # a split without tokens has written no output
+    total = jnp.where(used, weights[..., None] * out.astype(jnp.float32), 0.0).sum(axis=0)
+    total = total / jnp.where(denominator > 0, denominator, 1.0)[..., None]
+    return total.astype(dtype), (shift + jnp.log2(denominator)) / LOG2_E
