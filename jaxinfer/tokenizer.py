@@ -11,6 +11,7 @@ import tokenizers
 
 from checkpoints import gguf_tokenizer
 from checkpoints.gguf import read_header
+from checkpoints.sentencepiece_model import read_metadata
 from jaxinfer.detokenizer import BYTE_TOKEN, DecoderRules, Detokenizer, decoder_rules
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
@@ -125,7 +126,7 @@ class Tokenizer:
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """The tokenizer of a GGUF file or of a directory with tokenizer.json.
+    """The tokenizer of a GGUF file or of a directory with tokenizer.json, else SentencePiece's tokenizer.model.
 
     Raises FileNotFoundError when there is none, and ValueError naming the kind or part that is not supported.
     """
@@ -144,8 +145,6 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 def from_gguf_metadata(metadata: Mapping[str, Any]) -> Tokenizer:
     """The tokenizer in the key-value pairs of a GGUF file."""
-    names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-    found = {name: gguf_tokenizer.special_token(metadata, key) for name, key in names.items()}
     ends = (metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom"))
     templates = {}
     for key, template in metadata.items():
@@ -158,28 +157,34 @@ def from_gguf_metadata(metadata: Mapping[str, Any]) -> Tokenizer:
             backend=gguf_tokenizer.build(metadata),
             bos_token_id=metadata.get("tokenizer.ggml.bos_token_id"),
             eos_token_ids=frozenset(id_ for id_ in ends if id_ is not None),
-            named_tokens={name: token for name, token in found.items() if token is not None},
+            named_tokens=_named_tokens(metadata),
             chat_templates=templates,
         )
     )
 
 
+def _named_tokens(metadata: Mapping[str, Any]) -> dict[str, str]:
+    names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+    found = {name: gguf_tokenizer.special_token(metadata, key) for name, key in names.items()}
+    return {name: token for name, token in found.items() if token is not None}
+
+
 def _from_directory(path: Path) -> Tokenizer:
-    file = path / "tokenizer.json"
-    if not file.exists():
-        if (path / "tokenizer.model").exists():
-            raise ValueError(
-                f"{path} has only SentencePiece's tokenizer.model; save the tokenizer once with transformers "
-                "(AutoTokenizer.from_pretrained(...).save_pretrained(...)) to get a tokenizer.json"
-            )
-        raise FileNotFoundError(f"{path} has no tokenizer.json")
-    backend = tokenizers.Tokenizer.from_file(str(file))
-    # Both are settings of the training run that wrote the file; a prompt is neither cut nor filled up here.
-    backend.no_truncation()
-    backend.no_padding()
     config = _read_json(path / "tokenizer_config.json")
-    special_map = _read_json(path / "special_tokens_map.json")
     named = {}
+    if (path / "tokenizer.json").exists():
+        backend = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+        # Both are settings of the training run that wrote the file; a prompt is neither cut nor filled up here.
+        backend.no_truncation()
+        backend.no_padding()
+    elif (path / "tokenizer.model").exists():
+        metadata = read_metadata(path / "tokenizer.model")
+        backend = gguf_tokenizer.build(metadata)
+        named = _named_tokens(metadata)
+        _add_tokens_of_config(backend, config)
+    else:
+        raise FileNotFoundError(f"{path} has neither tokenizer.json nor tokenizer.model")
+    special_map = _read_json(path / "special_tokens_map.json")
     for name in NAMED_TOKENS:
         token = config.get(name) or special_map.get(name)
         if isinstance(token, dict):  # a serialized AddedToken
@@ -212,6 +217,21 @@ def _from_directory(path: Path) -> Tokenizer:
             chat_templates=_read_chat_templates(path, config),
         )
     )
+
+
+def _add_tokens_of_config(backend: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
+    """The tokens that transformers keeps beside a tokenizer.model, in tokenizer_config.json."""
+    entries = sorted((int(id_), entry) for id_, entry in config.get("added_tokens_decoder", {}).items())
+    for id_, entry in entries:
+        options = ("single_word", "lstrip", "rstrip", "normalized", "special")
+        token = tokenizers.AddedToken(
+            entry["content"], **{name: entry[name] for name in options if name in entry}
+        )
+        backend.add_tokens([token])
+        if backend.token_to_id(token.content) != id_:
+            raise ValueError(
+                f"tokenizer_config.json gives token {token.content!r} the id {id_}, which is not next"
+            )
 
 
 def _follow_config(

@@ -1,6 +1,7 @@
 """Tokenizer: equal to `tokenizers` and transformers on the same file, and the ends of texts."""
 
 import json
+import shutil
 from pathlib import Path
 
 import platformdirs
@@ -180,10 +181,7 @@ def test_chat_templates_are_found_in_every_place(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_loaded_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"no tokenizer\.json"):
-        load_tokenizer(tmp_path)
-    (tmp_path / "tokenizer.model").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"tokenizer\.model"):
+    with pytest.raises(FileNotFoundError, match=r"tokenizer\.json"):
         load_tokenizer(tmp_path)
     with pytest.raises(FileNotFoundError, match=r"absent\.gguf"):
         load_tokenizer(tmp_path / "absent.gguf")
@@ -191,6 +189,41 @@ def test_what_cannot_be_loaded_is_refused_by_name(tmp_path: Path) -> None:
     wordpiece.decoder = decoders.WordPiece()
     with pytest.raises(ValueError, match="WordPiece"):
         load_tokenizer(fixtures.save(tmp_path / "wordpiece", wordpiece, {}))
+
+
+def sentencepiece_folder(folder: Path, config: dict[str, object]) -> Path:
+    folder.mkdir(exist_ok=True)
+    shutil.copy(fixtures.DATA / "shakespeare.tokenizer.model", folder / "tokenizer.model")
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_sentencepiece_model_equals_the_sentencepiece_library(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(sentencepiece_folder(tmp_path, {}))
+    for case in json.loads((GOLDEN / "sentencepiece.json").read_text(encoding="utf-8")):
+        assert tokenizer.encode(case["text"]) == [1, *case["ids"]], case["text"]
+        assert tokenizer.decode(case["ids"]) == case["decoded"]
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_ids) == (1, {2})
+    assert tokenizer.named_tokens == {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+
+
+def test_sentencepiece_model_takes_the_tokens_of_its_config(tmp_path: Path) -> None:
+    added = {"480": {"content": "<|end|>", "special": True}, "481": {"content": "<tool>", "special": False}}
+    config = {"added_tokens_decoder": added, "eos_token": "<|end|>", "add_bos_token": False}
+    tokenizer = load_tokenizer(sentencepiece_folder(tmp_path, config))
+    assert tokenizer.encode("<tool><|end|>") == [481, 480]
+    assert tokenizer.decode([481, 480]) == "<tool>"
+    assert tokenizer.eos_token_ids == {480}
+    with pytest.raises(ValueError, match="999"):
+        load_tokenizer(sentencepiece_folder(tmp_path, {"added_tokens_decoder": {"999": {"content": "<x>"}}}))
+
+
+def test_broken_sentencepiece_models_are_refused(tmp_path: Path) -> None:
+    whole = (fixtures.DATA / "shakespeare.tokenizer.model").read_bytes()
+    for size in range(0, len(whole), 501):
+        (tmp_path / "tokenizer.model").write_bytes(whole[:size])
+        with pytest.raises(ValueError, match=r"tokenizer\.model|tokenizer\.ggml"):
+            load_tokenizer(tmp_path)
 
 
 @pytest.fixture(scope="module")
