@@ -34,6 +34,8 @@ MODELS = {
     "phi2": (32, 32, 80),
     "phi3": (32, 32, 96),
 }
+DRAFTS: dict[str, Any] = {"num_tokens": 256, "max_q_len": 8}
+MIXED: dict[str, Any] = {"num_tokens": 2048, "max_q_len": 2048}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,37 +58,25 @@ class Case:
 
 
 def cases() -> list[Case]:
-    page_sizes = {"float32": 16, "bfloat16": 16, "int8": 32, "int4": 64, "float8_e4m3fn": 32}
+    """Every head shape, page dtype, page size and option at least once in a decode and in a mixed program."""
+    smallest_page = {"float32": 16, "int8": 32, "int4": 64, "float8_e4m3fn": 32}
     found = []
     for kernel in ("kv_append", "attention"):
         for model in MODELS:
-            found += [Case(kernel, model, page_size) for page_size in (16, 128)]
-            found.append(Case(kernel, model, 128, num_tokens=2048, num_rows=64, max_q_len=2048))
-        for kv_dtype in ("int8", "int4", "float8_e4m3fn", "float32"):
+            found.append(Case(kernel, model, 128))
+            found.append(Case(kernel, model, 128, **MIXED))
+        found += [Case(kernel, "llama3_8b", page_size) for page_size in (16, 32, 64, 256)]
+        for kv_dtype, page_size in smallest_page.items():
+            dtypes = {"kv_dtype": kv_dtype, "dtype": "float32" if kv_dtype == "float32" else "bfloat16"}
             for model in ("smollm2", "llama3_8b", "llama3_70b_shard", "gemma3_1b"):
-                dtype = "float32" if kv_dtype == "float32" else "bfloat16"
-                found.append(Case(kernel, model, 128, kv_dtype, dtype=dtype))
-            found.append(Case(kernel, "llama3_8b", 256, kv_dtype, 2048, 64, 2048, dtype=dtype))
-            found.append(Case(kernel, "llama3_8b", page_sizes[kv_dtype], kv_dtype, dtype=dtype))
-    for max_q_len in (1, 8, 2048):
-        tokens = {1: 64, 8: 256, 2048: 2048}[max_q_len]
-        plain: tuple[Any, ...] = (
-            ("attention", "llama3_8b", 128, "bfloat16", tokens, 64, max_q_len, "bfloat16"),
-        )
-        for options in ({"sliding_window": 1024}, {"soft_cap": 50.0}, {"sinks": True}, {"return_lse": True}):
-            found.append(Case(*plain[0], options=tuple(options.items())))
-        found.append(
-            Case(
-                "attention",
-                "smollm2",
-                128,
-                "bfloat16",
-                tokens,
-                64,
-                max_q_len,
-                options=(("sliding_window", 1024), ("soft_cap", 50.0), ("sinks", True), ("return_lse", True)),
-            )
-        )
+                found.append(Case(kernel, model, 128, **dtypes))
+            found.append(Case(kernel, "llama3_8b", page_size, **dtypes))
+            found.append(Case(kernel, "llama3_8b", 256, **dtypes, **MIXED))
+    options = (("sliding_window", 1024), ("soft_cap", 50.0), ("sinks", True), ("return_lse", True))
+    for model in ("smollm2", "llama3_8b"):
+        for shape in ({}, DRAFTS, MIXED):
+            found.append(Case("attention", model, 128, options=options, **shape))
+    found.append(Case("attention", "llama3_8b", 128, "int8", options=options, **MIXED))
     return found
 
 

@@ -139,7 +139,7 @@ def _kernel(
     slots,  # i32[T]
     run_ends,  # i32[T]
     source,  # HBM
-    _,  # target as input: the same memory as target
+    _target,  # target as input: the same memory as target
     target,  # HBM
     tiles,  # VMEM [batch_runs, ...group...]
     windows,  # VMEM [batch_runs, ...window...]
@@ -188,12 +188,12 @@ def _kernel(
         start = live & ~taken
 
         @pl.when(start)
-        def _():
+        def begin():
             firsts[count] = token
             window_in(count, token).start()
 
             @pl.when(~fills_tile(token))
-            def _():
+            def fetch():
                 tile_in(count, token).start()
 
         next_token = jnp.where(live, jnp.where(taken, token, run_ends[token]), token + 1)
@@ -204,7 +204,7 @@ def _kernel(
         window_in(run, token).wait()
 
         @pl.when(~fills_tile(token))
-        def _():
+        def wait_for_tile():
             tile_in(run, token).wait()
 
         offset = slots[token] % group

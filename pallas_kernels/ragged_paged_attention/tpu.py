@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.ragged_paged_attention import tuning
+from pallas_kernels.ragged_paged_attention import costs, tuning
 from pallas_kernels.ragged_paged_attention.tpu_kernel import LANES, Static, attention_kernel
-from pallas_kernels.ragged_paged_attention.tpu_schedule import Blocks
+from pallas_kernels.ragged_paged_attention.tpu_schedule import EDGE, Blocks
 
 SMEM_BYTES = 1 << 20  # scalar memory of every TPU core so far
 SMEM_RESERVED_BYTES = 32 << 10  # what the compiler keeps for itself, with room to spare
@@ -47,40 +47,63 @@ def ragged_paged_attention(
     Raises NotImplementedError for float16, page sizes that are no whole number of tiles, and page tables that
     do not fit in scalar memory.
     """
-    num_tokens, num_q_heads, head_dim = q.shape
-    _, num_kv_heads, page_size, _ = kv_pages.shape
     _refuse(q, kv_pages, page_table)
-    shapes = (num_kv_heads, head_dim, kv_pages.dtype, max_q_len)
-    calls = [(True, decode_blocks or tuning.decode_blocks(page_size, *shapes))]
-    if max_q_len > tuning.DECODE_MAX_Q_LEN:
-        calls.append((False, prefill_blocks or tuning.prefill_blocks(page_size, num_q_heads, *shapes)))
     out, lse = None, None
-    for is_decode, blocks in calls:
-        static = Static(
+    for is_decode in (True, False) if max_q_len > tuning.DECODE_MAX_Q_LEN else (True,):
+        static = static_of(
+            q,
+            kv_pages,
             is_decode=is_decode,
-            max_q_len=min(max_q_len, tuning.DECODE_MAX_Q_LEN),
-            blocks=blocks,
-            num_q_heads=num_q_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            page_size=page_size,
-            compute_dtype=q.dtype,
+            max_q_len=max_q_len,
+            blocks=decode_blocks if is_decode else prefill_blocks,
             sm_scale=sm_scale,
             sliding_window=sliding_window,
             soft_cap=soft_cap,
-            quantized=kv_scales is not None,
-            integer_pages=jnp.issubdtype(kv_pages.dtype, jnp.integer),
             return_lse=return_lse,
         )
         sinks = None if sink_logits is None else _sinks_of_rows(sink_logits, static)
-        out, lse = _call(
-            static,
-            (page_table.reshape(-1), kv_lens, cu_q_lens, distribution),
-            (q, kv_pages, kv_scales, sinks, out, lse),
+        scalars = (page_table.reshape(-1), kv_lens, cu_q_lens, distribution)
+        out, lse = _call(static, scalars, q, kv_pages, kv_scales, sinks, out, lse)
+    assert out is not None
+    return out if lse is None else (out, lse[:, :, 0])
+
+
+def static_of(
+    q: jax.ShapeDtypeStruct | jax.Array,
+    kv_pages: jax.ShapeDtypeStruct | jax.Array,
+    *,
+    is_decode: bool,
+    max_q_len: int,
+    blocks: Blocks | None = None,
+    sm_scale: float = 1.0,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    return_lse: bool = False,
+) -> Static:
+    """What one path is compiled for. Only shapes and dtypes of q and kv_pages are read."""
+    _, num_q_heads, head_dim = q.shape
+    _, num_kv_heads, page_size, _ = kv_pages.shape
+    if blocks is None and is_decode:
+        blocks = tuning.decode_blocks(page_size, num_kv_heads, head_dim, kv_pages.dtype, max_q_len)
+    elif blocks is None:
+        blocks = tuning.prefill_blocks(
+            page_size, num_q_heads, num_kv_heads, head_dim, kv_pages.dtype, max_q_len
         )
-    if not return_lse:
-        return out
-    return out, lse[:, :, 0]
+    return Static(
+        is_decode=is_decode,
+        max_q_len=min(max_q_len, tuning.DECODE_MAX_Q_LEN),
+        blocks=blocks,
+        num_q_heads=num_q_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        page_size=page_size,
+        compute_dtype=jnp.dtype(q.dtype),
+        kv_dtype=jnp.dtype(kv_pages.dtype),
+        sm_scale=sm_scale,
+        sliding_window=sliding_window,
+        soft_cap=soft_cap,
+        return_lse=return_lse,
+    )
 
 
 def _refuse(q: jax.Array, kv_pages: jax.Array, page_table: jax.Array) -> None:
@@ -96,9 +119,9 @@ def _refuse(q: jax.Array, kv_pages: jax.Array, page_table: jax.Array) -> None:
         raise NotImplementedError(
             f"page_size is {page_size} but {dtype.name} pages on TPU need a multiple of {tile}"
         )
-    if page_size > 128 and page_size % 128 or page_size < 128 and 128 % page_size:
+    if max(page_size, EDGE) % min(page_size, EDGE):
         raise NotImplementedError(
-            f"page_size is {page_size} but the TPU kernel needs a divisor or a multiple of 128"
+            f"page_size is {page_size} but the TPU kernel needs a divisor or a multiple of {EDGE}"
         )
     num_rows, pages_per_row = page_table.shape
     smem_bytes = 4 * (num_rows * pages_per_row + 2 * num_rows + 4)
@@ -124,11 +147,15 @@ def _sinks_of_rows(sink_logits: jax.Array, static: Static) -> jax.Array:
 @functools.partial(jax.jit, static_argnums=0)
 def _call(
     static: Static,
-    scalars: tuple[jax.Array, ...],
-    arrays: tuple[jax.Array | None, ...],
+    scalars: tuple[jax.Array, ...],  # page_table i32[B * P], kv_lens, cu_q_lens, distribution
+    q: jax.Array,
+    kv_pages: jax.Array,
+    kv_scales: jax.Array | None,
+    sinks: jax.Array | None,  # f32[K, R, LANES]
+    out: jax.Array | None,  # [T, N, H], and lse f32[T, N, LANES], of the other path, to be written into;
+    lse: jax.Array | None,  # None: this is the first
 ) -> tuple[jax.Array, jax.Array | None]:
-    """One path over its rows. out and lse of an earlier path are written into; None: this is the first."""
-    q, kv_pages, kv_scales, sinks, out, _ = arrays
+    """One path over its rows."""
     blocks, num_kv_heads, head_dim = static.blocks, static.num_kv_heads, static.head_dim
     q_block = (2, blocks.q_block, static.num_q_heads, head_dim)
     lse_block = (*q_block[:3], LANES)
@@ -152,24 +179,26 @@ def _call(
     results = [jax.ShapeDtypeStruct(q.shape, q.dtype)]
     if static.return_lse:
         results.append(jax.ShapeDtypeStruct((*q.shape[:2], LANES), jnp.float32))
-    operands = [*scalars, *arrays]
+    operands = [*scalars, q, kv_pages, kv_scales, sinks, out, lse]
+    present = [x is not None for x in operands]
     aliases = {}
-    if out is not None:
-        present = [i for i, x in enumerate(operands) if x is not None]
-        aliases = {present.index(len(operands) - 2 + i): i for i in range(len(results))}
-    anywhere = pl.BlockSpec(memory_space=pl.ANY)
-    specs = [None if x is None else anywhere for x in arrays]
-    if sinks is not None:
-        specs[3] = pl.BlockSpec(memory_space=pltpu.VMEM)
+    if out is not None:  # the last operands become the results
+        aliases = {sum(present) - len(results) + i: i for i in range(len(results))}
+    present += [True, static.return_lse, *(buffer is not None for buffer in scratch), True, True]
+    buffers = [buffer for buffer in scratch if buffer is not None]
+    anywhere, on_chip = pl.BlockSpec(memory_space=pl.ANY), pl.BlockSpec(memory_space=pltpu.VMEM)
+    arrays = [(q, anywhere), (kv_pages, anywhere), (kv_scales, anywhere), (sinks, on_chip), (out, anywhere)]
+    arrays.append((lse, anywhere))
+    max_kv_len = scalars[0].size // scalars[1].size * static.page_size
     outputs = pl.pallas_call(
-        functools.partial(_with_absent, static, tuple(x is not None for x in arrays), static.return_lse),
+        functools.partial(_with_absent, static, tuple(present)),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
             grid=(1,),
-            in_specs=[spec for spec in specs if spec is not None],
+            in_specs=[spec for x, spec in arrays if x is not None],
             out_specs=[anywhere] * len(results),
             scratch_shapes=[
-                *(pltpu.VMEM(*s) for s in scratch if s is not None),
+                *(pltpu.VMEM(*buffer) for buffer in buffers),
                 pltpu.SMEM((2,), jnp.int32),
                 pltpu.SemaphoreType.DMA((4, 2)),
             ],
@@ -177,26 +206,18 @@ def _call(
         out_shape=results,
         input_output_aliases=aliases,
         compiler_params=pltpu.CompilerParams(
-            vmem_limit_bytes=sum(_padded_bytes(*s) for s in scratch if s is not None) + VMEM_SLACK_BYTES
+            vmem_limit_bytes=sum(_padded_bytes(*buffer) for buffer in buffers) + VMEM_SLACK_BYTES
         ),
+        cost_estimate=costs.estimate(static, q.shape[0], scalars[1].size, max_kv_len),
         name="ragged_paged_attention_" + ("decode" if static.is_decode else "prefill"),
     )(*(x for x in operands if x is not None))
     return outputs[0], outputs[1] if static.return_lse else None
 
 
-def _with_absent(static: Static, present: tuple[bool, ...], return_lse: bool, *refs: Any) -> None:
-    """attention_kernel with None in the place of every operand and buffer that this program does not have."""
+def _with_absent(static: Static, present: tuple[bool, ...], *refs: Any) -> None:
+    """attention_kernel with None in the place of every ref that this program does not have."""
     remaining = iter(refs)
-    scalars = [next(remaining) for _ in range(4)]
-    arrays = [next(remaining) if here else None for here in present]
-    outputs = [next(remaining), next(remaining) if return_lse else None]
-    q_buf, kv_buf = next(remaining), next(remaining)
-    scale_buf = next(remaining) if static.quantized else None
-    out_buf = next(remaining)
-    lse_buf = next(remaining) if return_lse else None
-    attention_kernel(
-        *scalars, *arrays, *outputs, q_buf, kv_buf, scale_buf, out_buf, lse_buf, *remaining, static=static
-    )
+    attention_kernel(*(next(remaining) if here else None for here in present), static=static)
 
 
 def _padded_bytes(shape: tuple[int, ...], dtype: Any) -> int:

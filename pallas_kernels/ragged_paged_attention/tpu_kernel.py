@@ -20,6 +20,7 @@ from pallas_kernels.ragged_paged_attention.tpu_schedule import EDGE, Blocks
 
 MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)  # finite: a tile may see nothing in its first block
 LANES = 128
+COPY_TOKENS = 16  # of q and out per copy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,13 +34,16 @@ class Static:
     num_kv_heads: int
     head_dim: int
     page_size: int
-    compute_dtype: Any  # of both products' inputs
+    compute_dtype: Any  # q's, and that of both products' inputs
+    kv_dtype: Any
     sm_scale: float
     sliding_window: int | None
     soft_cap: float | None
-    quantized: bool
-    integer_pages: bool  # which cannot hold NaN
     return_lse: bool
+
+    @property
+    def quantized(self) -> bool:
+        return jax.dtypes.itemsize_bits(self.kv_dtype) <= 8
 
     @property
     def group(self) -> int:
@@ -89,6 +93,7 @@ def attention_kernel(
     blocks, page_size, window = static.blocks, static.page_size, static.sliding_window
     group, head_dim, q_tile = static.group, static.head_dim, static.blocks.q_tile
     pages_per_row = page_table.shape[0] // kv_lens.shape[0]
+    last_row = kv_lens.shape[0] - 1
     fetch_pages = blocks.kv_fetch // page_size
     num_seqs = distribution[2]
     v_lanes = slice(static.width - head_dim, static.width)  # of acc
@@ -107,14 +112,23 @@ def attention_kernel(
                 mine = q_len > static.max_q_len
             return ~(mine & (kv_lens[row] > 0))
 
-        # the condition is evaluated past the end too, so it reads row min(row, last)
-        last = kv_lens.shape[0] - 1
+        # the condition is evaluated past the end too
         return lax.while_loop(
-            lambda row: (row < num_seqs) & skip(jnp.minimum(row, last)), lambda row: row + 1, row
+            lambda row: (row < num_seqs) & skip(jnp.minimum(row, last_row)), lambda row: row + 1, row
         )
 
     def item_at(row, block):
         return schedule.item_of(kv_lens[row], q_len_of(row), block, blocks, page_size, window)
+
+    def start(copy):
+        copy.start()
+
+    def wait(copy):
+        copy.wait()
+
+    def start_and_wait(copy):
+        start(copy)
+        wait(copy)
 
     def kv_copies(row, block, fetch, slot, act):
         """`act`s on the copies of one fetch, page by page."""
@@ -142,7 +156,7 @@ def attention_kernel(
                 )
             )
 
-        in_powers_of_two(item.q_end - item.q_start, blocks.q_block, copy)
+        in_chunks(item.q_end - item.q_start, blocks.q_block, copy)
 
     def out_copies(token, count, slot, act):
         def copy(offset, size):
@@ -151,10 +165,10 @@ def attention_kernel(
             if static.return_lse:
                 act(pltpu.make_async_copy(lse_buf.at[slot, here], lse.at[there], sems.at[3, slot]))
 
-        in_powers_of_two(count, blocks.q_block, copy)
+        in_chunks(count, blocks.q_block, copy)
 
     def wait_for_out(slot):
-        out_copies(0, leaving[slot], slot, lambda copy: copy.wait())
+        out_copies(0, leaving[slot], slot, wait)
         leaving[slot] = 0
 
     def fold_q(item, slot):
@@ -224,7 +238,7 @@ def attention_kernel(
         queries = folded_q[head, tile].astype(static.compute_dtype)  # [R, W]
         kv = kv_buf[slot, head, pl.ds(offset, size), :]  # [size, 2H]
         kv = kv.astype(static.compute_dtype)
-        if masked and not static.integer_pages:
+        if masked and jnp.issubdtype(static.kv_dtype, jnp.floating):
             # what no query sees may be NaN, and 0 x NaN is NaN
             places = base + offset + lax.broadcasted_iota(jnp.int32, kv.shape, 0)
             seen = (places >= item.kv_start) & (places < item.q_end)
@@ -300,45 +314,46 @@ def attention_kernel(
             lax.fori_loop(0, tiles_in(item), finish_tile, 0)
         count = item.q_end - item.q_start
         leaving[slot] = count
-        out_copies(cu_q_lens[row] + block * blocks.q_block, count, slot, lambda copy: copy.start())
-
-    def start_fetch(row, block, fetch, kv_slot, q_slot):
-        @pl.when(row < num_seqs)
-        def _():
-            kv_copies(row, block, fetch, kv_slot, lambda copy: copy.start())
-
-            @pl.when(fetch == 0)
-            def _():
-                q_copies(row, block, q_slot, lambda copy: copy.start())
+        out_copies(cu_q_lens[row] + block * blocks.q_block, count, slot, start)
 
     def step(state):
-        row, block, fetch, kv_slot, q_slot = state
-        item = item_at(row, block)
-        fetches_left = fetch + 1 < item.num_fetches
-        blocks_left = (block + 1) * blocks.q_block < q_len_of(row)
-        after = next_row(jnp.where(fetches_left | blocks_left, row, row + 1))
-        following = (
-            after,
-            jnp.where(fetches_left, block, jnp.where(blocks_left, block + 1, 0)),
-            jnp.where(fetches_left, fetch + 1, 0),
+        """Starts the fetch of `state` and computes the one before, which has arrived or will: the loop runs once
+        more than there are fetches."""
+        row, block, fetch, kv_slot, q_slot, before = state
+
+        @pl.when(row < num_seqs)
+        def start_fetch():
+            kv_copies(row, block, fetch, kv_slot, start)
+
+            @pl.when(fetch == 0)
+            def start_q():
+                q_copies(row, block, q_slot, start)
+
+        pl.when(before[0] < num_seqs)(lambda: consume(*before))
+
+        safe_row = jnp.minimum(row, last_row)
+        more_fetches = fetch + 1 < item_at(safe_row, block).num_fetches
+        more_blocks = (block + 1) * blocks.q_block < q_len_of(safe_row)
+        return (
+            next_row(jnp.where(more_fetches | more_blocks | (row >= num_seqs), row, row + 1)),
+            jnp.where(more_fetches, block, jnp.where(more_blocks, block + 1, 0)),
+            jnp.where(more_fetches, fetch + 1, 0),
             1 - kv_slot,
-            jnp.where(fetches_left, q_slot, 1 - q_slot),
+            jnp.where(more_fetches, q_slot, 1 - q_slot),
+            (row, block, fetch, kv_slot, q_slot),
         )
-        start_fetch(*following)
+
+    def consume(row, block, fetch, kv_slot, q_slot):
+        item = item_at(row, block)
 
         @pl.when(fetch == 0)
-        def _():
-            q_copies(row, block, q_slot, lambda copy: copy.wait())
+        def begin():
+            q_copies(row, block, q_slot, wait)
             fold_q(item, q_slot)
 
-        kv_copies(row, block, fetch, kv_slot, lambda copy: copy.wait())
+        kv_copies(row, block, fetch, kv_slot, wait)
         compute(item, fetch, kv_slot)
-
-        @pl.when(~fetches_left)
-        def _():
-            finish(item, row, block, q_slot)
-
-        return following
+        pl.when(fetch + 1 == item.num_fetches)(lambda: finish(item, row, block, q_slot))
 
     def zero_unserved():
         """Zeros for padded tokens and for the tokens of empty rows; the first call does it for both."""
@@ -346,25 +361,23 @@ def attention_kernel(
         if static.return_lse:
             lse_buf[0] = jnp.full(lse_buf.shape[1:], -jnp.inf, lse_buf.dtype)
 
-        def zero(start, end):
+        def zero(row, carry):
+            """The tokens of an empty row; of `row` num_seqs: those after all rows."""
+            first = cu_q_lens[row]
+            end = jnp.where(row < num_seqs, cu_q_lens[jnp.minimum(row + 1, num_seqs)], out.shape[0])
+            served = (row < num_seqs) & (kv_lens[jnp.minimum(row, last_row)] > 0)
+
             def one_block(i, carry):
-                token = start + i * blocks.q_block
-                count = jnp.minimum(end - token, blocks.q_block)
-                for act in (lambda copy: copy.start(), lambda copy: copy.wait()):
-                    out_copies(token, count, 0, act)
+                token = first + i * blocks.q_block
+                out_copies(token, jnp.minimum(end - token, blocks.q_block), 0, start_and_wait)
                 return carry
 
-            lax.fori_loop(0, schedule.cdiv(end - start, blocks.q_block), one_block, 0)
-
-        def zero_row(row, carry):
-            @pl.when(kv_lens[row] == 0)
-            def _():
-                zero(cu_q_lens[row], cu_q_lens[row + 1])
-
+            lax.fori_loop(
+                0, jnp.where(served, 0, schedule.cdiv(end - first, blocks.q_block)), one_block, carry
+            )
             return carry
 
-        lax.fori_loop(0, num_seqs, zero_row, 0)
-        zero(cu_q_lens[num_seqs], out.shape[0])
+        lax.fori_loop(0, num_seqs + 1, zero, 0)
 
     leaving[0] = 0
     leaving[1] = 0
@@ -372,20 +385,29 @@ def attention_kernel(
         folded_q[...] = jnp.zeros(folded_q.shape, folded_q.dtype)  # V's lanes and padded rows
     if _out is None:
         zero_unserved()
-    first = (next_row(jnp.int32(0)), jnp.int32(0), jnp.int32(0), jnp.int32(0), jnp.int32(0))
-    start_fetch(*first)
-    lax.while_loop(lambda state: state[0] < num_seqs, step, first)
-    wait_for_out(0)
-    wait_for_out(1)
+    zero = jnp.int32(0)
+    first = (next_row(zero), zero, zero, zero, zero, (num_seqs, zero, zero, zero, zero))
+    lax.while_loop(lambda state: (state[0] < num_seqs) | (state[5][0] < num_seqs), step, first)
+    lax.fori_loop(0, 2, lambda slot, carry: (wait_for_out(slot), carry)[1], 0)
 
 
-def in_powers_of_two(count, most, copy):
-    """copy(offset, size) for the powers of two that add up to count <= most: copies have static sizes."""
-    size = most
-    while size:
-        done = count // (2 * size) * (2 * size)
-        pl.when(count & size != 0)(lambda done=done, size=size: copy(done, size))
-        size //= 2
+def in_chunks(count, most, copy):
+    """copy(offset, size) for chunks of 16 tokens and single ones that make up count <= most: copies have static
+    sizes, and none may reach into a neighbour's tokens."""
+    size = min(most, COPY_TOKENS)
+    whole = count // size
+
+    def chunk(i, carry):
+        copy(i * size, size)
+        return carry
+
+    def single(i, carry):
+        copy(whole * size + i, 1)
+        return carry
+
+    lax.fori_loop(0, whole, chunk, 0)
+    if size > 1:
+        lax.fori_loop(0, count % size, single, 0)
 
 
 def _dot(x: jax.Array, y: jax.Array, y_axis: int) -> jax.Array:
