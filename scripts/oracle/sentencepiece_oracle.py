@@ -36,8 +36,8 @@ def main() -> None:
     for file in sys.argv[1:]:
         train(Path(file))
     processor = sentencepiece.SentencePieceProcessor(model_file=str(MODEL))
-    # Behind an added token transformers and llama.cpp add a space, which this library does not: no such text here.
-    texts = [*fixtures.TEXTS, "First Citizen:  the inn", "We are accounted poor citizens.\n", "<think>"]
+    # Added tokens are left out: this library puts the prefix space before them, transformers and llama.cpp behind.
+    texts = [*fixtures.TEXTS, "First Citizen:  the inn", "We are accounted poor citizens.\n"]
     cases = [
         {"text": text, "ids": processor.encode(text), "decoded": processor.decode(processor.encode(text))}
         for text in texts
