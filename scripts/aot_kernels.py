@@ -1,11 +1,12 @@
 """Compiles the TPU kernels with the real TPU compiler, for chips that are not attached.
 
-    python scripts/aot_kernels.py --target v6e [--only kv_append] [--out results.jsonl]
+    python scripts/aot_kernels.py --python VENV/bin/python --target v6e [--only kv_append]
 
-Needs `jax[tpu]` of the jax version in use, best in an environment of its own: an installed libtpu changes how a
-plain jax starts. Prints one JSON line per kernel case: whether the compiler took it, the bytes it set aside
-besides arguments and results (a copy of the pool would stand there), the bytes that alias, the seconds.
-It proves that the chip's compiler accepts the program and that nothing is copied; it does not prove speed.
+VENV has the same jax as this one plus `jax[tpu]` (libtpu); apart, because an installed libtpu changes how a plain jax
+starts. Prints one JSON line per kernel case: whether the compiler took it, the bytes it set aside besides arguments
+and results (a copy of the pool would stand there), the bytes that alias, the seconds. Exits with 1 when a case was
+rejected or copies the pool, except pools whose head_dim makes the default layout another one (see `main`).
+It proves that the chip's compiler accepts the programs and that nothing is copied; it does not prove speed.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -175,7 +177,10 @@ def compile_all(target: str, only: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--python", default=sys.executable, help="an interpreter that has libtpu")
     parser.add_argument("--target", choices=[*TOPOLOGIES, "all"], default="v6e")
     parser.add_argument("--only", default="", help="compile the cases whose name contains this")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
@@ -184,15 +189,30 @@ def main() -> None:
         sys.path.insert(0, str(ROOT))
         compile_all(options.target, options.only)
         return
+    failures = []
     for target in TOPOLOGIES if options.target == "all" else [options.target]:
-        command = [sys.executable, __file__, "--child", "--target", target, "--only", options.only]
-        finished = subprocess.run(
-            command, env=os.environ | CHILD_ENVIRONMENT, stderr=subprocess.PIPE, text=True
-        )
-        if finished.returncode:
-            sys.exit(
-                f"the compiler's process for {target} ended with {finished.returncode}:\n{finished.stderr[-3000:]}"
-            )
+        command = [options.python, __file__, "--child", "--target", target, "--only", options.only]
+        with (
+            tempfile.TemporaryFile("w+") as errors,
+            subprocess.Popen(
+                command, env=os.environ | CHILD_ENVIRONMENT, stdout=subprocess.PIPE, stderr=errors, text=True
+            ) as child,
+        ):
+            for line in child.stdout or ():
+                print(line, end="", flush=True)
+                record = json.loads(line)
+                if (
+                    record["result"] == "rejected"
+                    or record.get("temp_bytes", 0) > record.get("pool_bytes", 0) // 2
+                ):
+                    failures.append(record["case"])
+            if child.wait():
+                errors.seek(0)
+                sys.exit(
+                    f"the compiler's process for {target} ended with {child.returncode}:\n{errors.read()[-3000:]}"
+                )
+    if failures:
+        sys.exit(f"rejected, or the pool is copied: {failures}")
 
 
 if __name__ == "__main__":

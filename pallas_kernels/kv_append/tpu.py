@@ -58,11 +58,14 @@ def tile_tokens(dtype: Any) -> int:
 
 def _refuse(num_tokens: int, page_size: int, dtype: Any) -> None:
     if dtype == jnp.float16:
-        raise NotImplementedError("kv_pages is float16, which the TPU kernel lacks: use bfloat16 or float32")
+        raise NotImplementedError(
+            "kv_pages is float16, which the TPU kernel lacks: use bfloat16 or float32, or implementation 'xla'"
+        )
     tile = tile_tokens(dtype)
     if page_size % tile:
         raise NotImplementedError(
-            f"page_size is {page_size} but {jnp.dtype(dtype).name} pages on TPU need a multiple of {tile}"
+            f"page_size is {page_size} but {jnp.dtype(dtype).name} pages on TPU need a multiple of {tile}; "
+            "or use implementation 'xla'"
         )
     smem_bytes = 2 * 4 * num_tokens  # slot_mapping and run_ends
     limit = SMEM_BYTES - SMEM_RESERVED_BYTES

@@ -111,17 +111,19 @@ def _refuse(q: jax.Array, kv_pages: jax.Array, page_table: jax.Array) -> None:
     for name, array in (("q", q), ("kv_pages", kv_pages)):
         if array.dtype == jnp.float16:
             raise NotImplementedError(
-                f"{name} is float16, which the TPU kernel lacks: use bfloat16 or float32"
+                f"{name} is float16, which the TPU kernel lacks: use bfloat16 or float32, or implementation 'xla'"
             )
     dtype = jnp.dtype(kv_pages.dtype)
     tile = 8 * 32 // jax.dtypes.itemsize_bits(dtype)
     if page_size % tile:
         raise NotImplementedError(
-            f"page_size is {page_size} but {dtype.name} pages on TPU need a multiple of {tile}"
+            f"page_size is {page_size} but {dtype.name} pages on TPU need a multiple of {tile}; "
+            "or use implementation 'xla'"
         )
     if max(page_size, EDGE) % min(page_size, EDGE):
         raise NotImplementedError(
-            f"page_size is {page_size} but the TPU kernel needs a divisor or a multiple of {EDGE}"
+            f"page_size is {page_size} but the TPU kernel needs a divisor or a multiple of {EDGE}; "
+            "or use implementation 'xla'"
         )
     num_rows, pages_per_row = page_table.shape
     smem_bytes = 4 * (num_rows * pages_per_row + 2 * num_rows + 4)
