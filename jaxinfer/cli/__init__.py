@@ -1,0 +1,32 @@
+"""The command `jaxinfer`: one file per subcommand.
+
+Nothing here imports jax at the top of a file, so that `--help` and wrong usage answer at once.
+"""
+
+import typer
+
+from jaxinfer.cli import cache, chat, fetch, generate, info
+from jaxinfer.cli.command import SectionedHelp
+
+# Plain help and errors instead of typer's panels: they survive pipes and narrow terminals.
+app = typer.Typer(
+    help="Run language models in JAX: generate, chat, and look after models and caches.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for name, module in {
+    "generate": generate,
+    "chat": chat,
+    "fetch": fetch,
+    "info": info,
+    "cache": cache,
+}.items():
+    app.command(name, cls=SectionedHelp)(module.run)
+
+
+def main() -> None:
+    """The entry point. Exit code 0: all was done; 2: wrong usage; 130: Ctrl-C; 1: anything else."""
+    app(prog_name="jaxinfer")

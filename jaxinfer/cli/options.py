@@ -1,0 +1,183 @@
+"""Options of `generate` and `chat`: one for each field of SamplingParams, and those of LLM that act here.
+
+None has a default of its own: what is not given stays what SamplingParams and LLM say, but for the constants
+below.
+"""
+
+import dataclasses
+import inspect
+import json
+from collections.abc import Callable, Collection, Mapping
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, get_args
+
+import typer
+
+from jaxinfer.request import SamplingParams
+
+TEMPERATURE = 0.0  # greedy: the same command gives the same text
+MAX_TOKENS = 256  # a whole answer, where SamplingParams has vLLM's 16
+DECODE_STEPS = 1  # text appears token by token, and one program less is compiled
+MAX_ROWS = 64  # of the samples of one prompt, run at the same time
+
+Model = Annotated[
+    str,
+    typer.Option("--model", "-m", help="Catalog name, Hugging Face folder, or .gguf file.", metavar="MODEL"),
+]
+System = Annotated[str | None, typer.Option(help="The system message of the chat.", metavar="TEXT")]
+
+SAMPLING_HELP = {
+    "n": "Samples of the prompt.",
+    "presence_penalty": "Subtracted from the logit of each token that the output has, -2 to 2.",
+    "frequency_penalty": "Subtracted for each time that the output has the token, -2 to 2.",
+    "repetition_penalty": "Divides the logits of tokens of prompt and output, over 0 to 100.",
+    "temperature": "0 to 100; 0 is greedy.",
+    "top_p": "Keep the most probable tokens that sum to this, over 0 to 1.",
+    "top_k": "Keep so many of the most probable tokens; 0 keeps all.",
+    "min_p": "Drop tokens under this share of the best probability, 0 to 1.",
+    "seed": "Of the random numbers, 0 to 2^64 - 1.",
+    "stop": "Text that ends the output; may be given again.",
+    "stop_token_ids": "Token id that ends the output; may be given again.",
+    "bad_words": "Text that must not be written; may be given again.",
+    "logit_bias": "Added to the logit of a token; may be given again.",
+    "allowed_token_ids": "Only these tokens may be written; may be given again.",
+    "include_stop_str_in_output": "Whether the stop text is part of the output.",
+    "ignore_eos": "Whether to go on past the model's end tokens.",
+    "min_tokens": "No end before so many tokens.",
+    "max_tokens": "End after so many tokens; none: when the model's context is full.",
+    "logprobs": "Log-probabilities of so many top tokens (-1: all) beside each token; needs --json.",
+    "prompt_logprobs": "Likewise for the prompt's tokens; needs --json.",
+    "logprob_token_ids": "Report the log-probability of this token too; may be given again; needs --json.",
+    "truncate_prompt_tokens": "Keep the last so many tokens of the prompt; -1: as many as the model takes.",
+    "skip_special_tokens": "Whether special tokens are left out of the text.",
+    "detokenize": "Whether to write text; without it, token ids.",
+    "extra_args": "Values for logits processors, as one JSON object.",
+}
+JSON_ONLY = ("logprobs", "prompt_logprobs", "logprob_token_ids")
+# Without a temperature these would do nothing, in silence.
+NEED_TEMPERATURE = ("top_p", "top_k", "min_p", "seed")
+
+
+def _int_or_none(text: str) -> int | str:
+    return text if text == "none" else int(text)
+
+
+def _json_value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise typer.BadParameter(f"{text!r} is not JSON: {error}") from None
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token, _, bias = text.partition("=")
+    try:
+        return int(token), float(bias)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not TOKEN_ID=NUMBER") from None
+
+
+# Type of a field, without its None -> (type of the option, its settings)
+OPTION_TYPES: dict[Any, tuple[Any, dict[str, Any]]] = {
+    bool: (bool, {}),
+    int: (int, {}),
+    float: (float, {}),
+    Collection[str]: (list[str], {"metavar": "TEXT"}),
+    Collection[int]: (list[int], {"metavar": "TOKEN_ID"}),
+    Mapping[int, float]: (list[Any], {"parser": _bias, "metavar": "TOKEN_ID=NUMBER"}),
+    Mapping[str, Any]: (Any, {"parser": _json_value, "metavar": "JSON"}),
+}
+
+
+def _option(
+    name: str, kind: Any, section: str, help_: str, default: Any, **settings: Any
+) -> inspect.Parameter:
+    if default not in (None, ()):
+        help_ = f"{help_} [{default}]"
+    info = typer.Option(help=help_, rich_help_panel=section, show_default=False, **settings)
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, info]
+    )
+
+
+def _sampling_option(field: dataclasses.Field) -> inspect.Parameter:
+    kinds = set(get_args(field.type)) if isinstance(field.type, UnionType) else {field.type}
+    default = {"temperature": TEMPERATURE, "max_tokens": MAX_TOKENS}.get(field.name, field.default)
+    help_ = SAMPLING_HELP.get(field.name, "")
+    (kind,) = kinds - {NoneType}
+    option_type, settings = OPTION_TYPES[kind]
+    if default is not None and NoneType in kinds:  # None is a value of its own, not the lack of one
+        option_type, settings = Any, {"parser": _int_or_none, "metavar": "INTEGER|none"}
+    return _option(field.name, option_type, "Sampling", help_, default, **settings)
+
+
+SAMPLING = [_sampling_option(field) for field in dataclasses.fields(SamplingParams)]
+
+
+def _engine(name: str, kind: Any, default: Any, help_: str, **settings: Any) -> inspect.Parameter:
+    return _option(name, kind, "Engine", help_, default, **settings)
+
+
+ENGINE = [
+    _engine(
+        "dtype", Literal["auto", "float32", "bfloat16", "float16"], "auto", "Of weights and activations."
+    ),
+    _engine("max_model_len", int, None, "Prompt and output tokens together.", min=1),
+    _engine("max_num_seqs", int, None, "Rows that run at the same time; default: the samples.", min=1),
+    _engine("max_num_batched_tokens", int, 512, "Tokens of one step; bounds a chunk of the prompt.", min=1),
+    _engine("num_pages", int, None, "Pages of the KV cache.", min=2),
+    _engine("kv_cache_memory_bytes", int, None, "Bytes of the KV cache, instead of pages.", min=1),
+    _engine("gpu_memory_utilization", float, None, "Share of the memory, instead of pages.", max=1.0),
+    _engine("page_size", int, "auto", "Tokens per page.", min=1),
+    _engine("enable_prefix_caching", bool, True, "Whether equal beginnings share pages."),
+    _engine(
+        "implementation", Literal["auto", "reference", "xla", "tpu", "gpu"], "auto", "The kernels on pages."
+    ),
+    _engine("matmul_precision", Literal["default", "high", "highest"], None, "Of products in float32."),
+    _engine("decode_steps", int, DECODE_STEPS, "Tokens drawn before the host looks.", min=1),
+    _engine(
+        "logprobs_mode", Literal["raw", "processed"], "raw", "Log-probabilities before or after filters."
+    ),
+    _engine("compilation_cache_dir", str, "auto", "Folder of compiled programs, or none.", metavar="FOLDER"),
+]
+
+
+def without(options: list[inspect.Parameter], *names: str) -> list[inspect.Parameter]:
+    return [option for option in options if option.name not in names]
+
+
+def sampling_params(options: Mapping[str, Any]) -> SamplingParams:
+    """From the options that were given. Raises typer.BadParameter for what SamplingParams refuses."""
+    names = {option.name for option in SAMPLING}
+    given = {name: value for name, value in options.items() if name in names}
+    if "temperature" not in given:
+        inert = [name for name in NEED_TEMPERATURE if name in given]
+        if inert:
+            raise typer.BadParameter(
+                f"{flag(inert[0])} does nothing at the temperature 0 that is the default here; "
+                "give --temperature too"
+            )
+    given = {name: None if value == "none" else value for name, value in given.items()}
+    if "logit_bias" in given:
+        given["logit_bias"] = dict(given["logit_bias"])
+    return _usage(SamplingParams, **{"temperature": TEMPERATURE, "max_tokens": MAX_TOKENS} | given)
+
+
+def engine_options(options: Mapping[str, Any], num_samples: int) -> dict[str, Any]:
+    """Keyword arguments of LLM, from the options that were given."""
+    names = {option.name for option in ENGINE}
+    given = {name: value for name, value in options.items() if name in names}
+    if given.get("compilation_cache_dir") == "none":
+        given["compilation_cache_dir"] = None
+    return {"decode_steps": DECODE_STEPS, "max_num_seqs": min(num_samples, MAX_ROWS)} | given
+
+
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _usage[T](build: Callable[..., T], **arguments: Any) -> T:
+    try:
+        return build(**arguments)
+    except (ValueError, TypeError) as error:
+        raise typer.BadParameter(str(error)) from None
