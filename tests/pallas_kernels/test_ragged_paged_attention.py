@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.ragged_paged_attention import ragged_paged_attention
-from pallas_kernels.ragged_paged_attention.cases import CASES, CASES_BY_NAME, Case, make_inputs
+from pallas_kernels.ragged_paged_attention.cases import CASES, Case, make_inputs
 
 STATIC = ("sm_scale", "max_q_len", "sliding_window", "soft_cap", "return_lse", "implementation")
 attend = jax.jit(ragged_paged_attention, static_argnames=STATIC)
@@ -48,10 +48,15 @@ def numpy_attention(inputs: dict) -> tuple[np.ndarray, np.ndarray]:
     return out, lse
 
 
-def tolerance(case: Case) -> tuple[float, float]:
-    """(out, lse). Inputs are exact in both, sums are float32: |values| stay under about 8, sums over at most 700 terms
-    err by some 1e-5 at worst in float32; a bfloat16 result is rounded once more, by 2**-9 of a value under 4."""
-    return 2e-5 + (4 * 2**-9 if case.dtype == "bfloat16" else 0.0), 5e-5
+def assert_close(
+    case: Case, out: jax.Array, lse: jax.Array, expected: np.ndarray, expected_lse: np.ndarray
+) -> None:
+    """The inputs are the same numbers in both and everything inside is float32: values under 10, sums of at most 700
+    terms, err by some 1e-5. A bfloat16 result is rounded once more, to within 2**-8 of its value (half a unit in
+    the last of 8 significant bits)."""
+    rtol = 2**-8 if case.dtype == "bfloat16" else 0.0
+    np.testing.assert_allclose(np.asarray(out.astype(jnp.float32)), expected, rtol=rtol, atol=2e-5)
+    np.testing.assert_allclose(np.asarray(lse), expected_lse, rtol=0, atol=5e-5)
 
 
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
@@ -61,6 +66,52 @@ def test_matches_numpy_on_a_poisoned_pool(case: Case, implementation: str) -> No
     expected, expected_lse = numpy_attention(inputs)
     out, lse = attend(**inputs, return_lse=True, implementation=implementation)
     assert out.dtype == inputs["q"].dtype and out.shape == inputs["q"].shape
-    out_tolerance, lse_tolerance = tolerance(case)
-    np.testing.assert_allclose(np.asarray(out, np.float64), expected, rtol=0, atol=out_tolerance)
-    np.testing.assert_allclose(np.asarray(lse), expected_lse, rtol=0, atol=lse_tolerance)
+    assert_close(case, out, lse, expected, expected_lse)
+
+
+@pytest.mark.parametrize("sliding_window", [None, 140])
+def test_xla_walks_several_tiles_and_blocks(sliding_window: int | None) -> None:
+    """More than one query tile per row, more than one kv block per walk, more than one group of decode rows."""
+    decode_lens = (300, 1, 129, 128, 0, 127, 5, 257, 64, 2)
+    q_lens, kv_lens = (1,) * 10 + (150, 70), (*decode_lens, 290, 70)
+    case = Case(
+        "tiles", 4, 2, 64, 16, q_lens, kv_lens, pad_tokens=3, pad_rows=1, sliding_window=sliding_window
+    )
+    inputs = make_inputs(case, seed=1)
+    expected, expected_lse = numpy_attention(inputs)
+    out, lse = attend(**inputs, return_lse=True, implementation="xla")
+    assert_close(case, out, lse, expected, expected_lse)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q": jnp.zeros((2, 4, 32))}, "lanes must be 2"),
+        ({"q": jnp.zeros((2, 3, 64))}, "no multiple of 2 kv heads"),
+        ({"kv_scales": jnp.zeros((5, 2, 2, 16))}, "pass kv_scales=None"),
+        ({"kv_pages": jnp.zeros((5, 2, 16, 128), jnp.int8)}, "kv_scales f32"),
+        ({"kv_pages": jnp.zeros((5, 2, 16, 128), jnp.int32)}, "must be one of"),
+        ({"kv_lens": jnp.zeros(3, jnp.int32)}, "kv_lens is"),
+        ({"cu_q_lens": jnp.zeros(2, jnp.int32)}, "cu_q_lens is"),
+        ({"sliding_window": 0}, "sliding_window is 0"),
+        ({"soft_cap": 0.0}, "soft_cap is 0"),
+        ({"max_q_len": 0}, "max_q_len is 0"),
+        ({"sink_logits": jnp.zeros(3)}, "sink_logits is"),
+        ({"implementation": "fast"}, "choose one of"),
+    ],
+)
+def test_refuses_by_name(change: dict, message: str) -> None:
+    good = {
+        "q": jnp.zeros((2, 4, 64)),
+        "kv_pages": jnp.zeros((5, 2, 16, 128)),
+        "kv_scales": None,
+        "page_table": jnp.zeros((2, 2), jnp.int32),
+        "kv_lens": jnp.zeros(2, jnp.int32),
+        "cu_q_lens": jnp.zeros(3, jnp.int32),
+        "distribution": jnp.zeros(3, jnp.int32),
+        "sm_scale": 0.1,
+        "max_q_len": 1,
+        "implementation": "xla",
+    }
+    with pytest.raises(ValueError, match=message):
+        ragged_paged_attention(**(good | change))
