@@ -5,7 +5,7 @@
 VENV has the same jax as this one plus `jax[tpu]` (libtpu); apart, because an installed libtpu changes how a plain jax
 starts. Prints one JSON line per kernel case: whether the compiler took it, the bytes it set aside besides arguments
 and results (a copy of the pool would stand there), the bytes that alias, the seconds. Exits with 1 when a case was
-rejected or copies the pool, except pools whose head_dim makes the default layout another one (see `main`).
+rejected or copies the pool.
 It proves that the chip's compiler accepts the programs and that nothing is copied; it does not prove speed.
 """
 
@@ -23,7 +23,15 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 TOPOLOGIES = {"v5e": "v5e:1x1", "v6e": "v6e:1x1", "v5p": "v5p:1x1x1", "tpu7x": "tpu7x:1x1x1"}
-CHILD_ENVIRONMENT = {"TPU_SKIP_MDS_QUERY": "1", "JAX_PLATFORMS": "cpu"}  # no metadata server, no device
+CHILD_ENVIRONMENT = {  # no metadata server, no device, and no lock on a device that is not there
+    "TPU_SKIP_MDS_QUERY": "1",
+    "JAX_PLATFORMS": "cpu",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+POOLS = ("kv_pages", "kv_scales")
+LANES = (
+    128  # 2H that is no multiple of it gets another default layout, and must be kept row major by who owns it
+)
 POOL_TOKENS = 1 << 16  # tokens in the pool of every case
 
 # model -> N, K, H
@@ -36,6 +44,7 @@ MODELS = {
     "phi2": (32, 32, 80),
     "phi3": (32, 32, 96),
 }
+DECODE: dict[str, Any] = {}
 DRAFTS: dict[str, Any] = {"num_tokens": 256, "max_q_len": 8}
 MIXED: dict[str, Any] = {"num_tokens": 2048, "max_q_len": 2048}
 
@@ -69,14 +78,17 @@ def cases() -> list[Case]:
             found.append(Case(kernel, model, 128, **MIXED))
         found += [Case(kernel, "llama3_8b", page_size) for page_size in (16, 32, 64, 256)]
         for kv_dtype, page_size in smallest_page.items():
-            dtypes = {"kv_dtype": kv_dtype, "dtype": "float32" if kv_dtype == "float32" else "bfloat16"}
+            dtypes: dict[str, Any] = {
+                "kv_dtype": kv_dtype,
+                "dtype": "float32" if kv_dtype == "float32" else "bfloat16",
+            }
             for model in ("smollm2", "llama3_8b", "llama3_70b_shard", "gemma3_1b"):
                 found.append(Case(kernel, model, 128, **dtypes))
             found.append(Case(kernel, "llama3_8b", page_size, **dtypes))
             found.append(Case(kernel, "llama3_8b", 256, **dtypes, **MIXED))
     options = (("sliding_window", 1024), ("soft_cap", 50.0), ("sinks", True), ("return_lse", True))
     for model in ("smollm2", "llama3_8b"):
-        for shape in ({}, DRAFTS, MIXED):
+        for shape in (DECODE, DRAFTS, MIXED):
             found.append(Case("attention", model, 128, options=options, **shape))
     found.append(Case("attention", "llama3_8b", 128, "int8", options=options, **MIXED))
     return found
@@ -120,7 +132,7 @@ def build(case: Case) -> tuple[Callable[..., Any], dict[str, Any]]:
         "sink_logits": array(num_q_heads, dtype=jnp.float32) if sinks else None,
     }
 
-    def attend(**arrays: jax.Array) -> Any:
+    def attend(**arrays: Any) -> Any:
         return ragged_paged_attention(**arrays, sm_scale=head_dim**-0.5, max_q_len=case.max_q_len, **options)
 
     return attend, arguments
@@ -130,6 +142,7 @@ def compile_case(case: Case, topology: Any) -> dict[str, Any]:
     """The JSON record of one case: "compiled", "refused" by our own check or "rejected" by the compiler."""
     import jax
     import numpy as np
+    from jax.experimental.layout import Format, Layout
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     mesh = Mesh(np.array(topology.devices[:1]), ("chip",))
@@ -137,15 +150,20 @@ def compile_case(case: Case, topology: Any) -> dict[str, Any]:
     record: dict[str, Any] = {"case": case.name, "chip": topology.devices[0].device_kind}
     started = time.perf_counter()
     try:
-        function, arguments = build(case)
-        arguments = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments
-        )
+        function, shapes = build(case)
+        row_major = MODELS[case.model][2] * 2 % LANES != 0
+        pool = Format(Layout((0, 1, 2, 3)), sharding) if row_major else sharding
+        record["pool_layout"] = "row major" if row_major else "default"
+        arguments = {
+            name: x and jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=pool if name in POOLS else sharding)
+            for name, x in shapes.items()
+        }
         names = list(arguments)
-        donated = tuple(i for i, name in enumerate(names) if name in ("kv_pages", "kv_scales"))
+        appends = case.kernel == "kv_append"
         jitted = jax.jit(
             lambda *arrays: function(**dict(zip(names, arrays, strict=True))),
-            donate_argnums=donated if case.kernel == "kv_append" else (),
+            donate_argnums=tuple(i for i, name in enumerate(names) if name in POOLS) if appends else (),
+            out_shardings=(pool, None) if appends else None,
         )
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             lowered = jitted.lower(*arguments.values())
@@ -155,7 +173,8 @@ def compile_case(case: Case, topology: Any) -> dict[str, Any]:
     except Exception as error:  # whatever the compiler says is this case's result
         return record | {"result": "rejected", "why": str(error)[:3000]}
     memory = compiled.memory_analysis()
-    pools = [x for name, x in arguments.items() if name in ("kv_pages", "kv_scales") and x is not None]
+    assert memory is not None  # every compiler here reports it
+    pools = [shapes[name] for name in POOLS if shapes[name] is not None]
     return record | {
         "result": "compiled",
         "temp_bytes": memory.temp_size_in_bytes,

@@ -185,10 +185,15 @@ def attention_kernel(
 
             def fold_tile(tile, carry):
                 heads[...] = q_buf[slot, pl.ds(tile * q_tile, q_tile)].astype(jnp.float32)
-                for n in range(static.num_q_heads):
-                    rows = pl.ds(n % group * q_tile, q_tile)
-                    folded_q[n // group, tile, rows, :head_dim] = heads[:, n, :].astype(folded_q.dtype)
-                return carry
+
+                def fold_head(head, carry):
+                    for g in range(group):
+                        rows = slice(g * q_tile, (g + 1) * q_tile)
+                        one = heads[:, head * group + g, :]  # f32[q_tile, H]
+                        folded_q[head, tile, rows, :head_dim] = one.astype(folded_q.dtype)
+                    return carry
+
+                return lax.fori_loop(0, static.num_kv_heads, fold_head, carry)
 
             lax.fori_loop(0, tiles_in(item), fold_tile, 0)
         if sinks is None:
@@ -284,6 +289,9 @@ def attention_kernel(
             pieces.append(scale_buf[slot, place // page_size, head, :, lanes])
         return jnp.concatenate(pieces, axis=1) if len(pieces) > 1 else pieces[0]
 
+    def lse_of(head, tile, rows):
+        return peak[head, tile, rows] + jnp.log(total[head, tile, rows])
+
     def finish(item, row, block, slot):
         """Divides by the softmax's denominator and sends the item's tokens out."""
         wait_for_out(slot)
@@ -295,20 +303,23 @@ def attention_kernel(
                     n = slice(head * group, (head + 1) * group)
                     heads[0, n, :] = (acc[head, 0, rows] / total[head, 0, rows][:, :1])[:, v_lanes]
                     if static.return_lse:
-                        lse_buf[slot, token, n, :] = peak[head, 0, rows] + jnp.log(total[head, 0, rows])
+                        lse_buf[slot, token, n, :] = lse_of(head, 0, rows)
                 out_buf[slot, token] = heads[0].astype(out_buf.dtype)
         else:
 
             def finish_tile(tile, carry):
-                for n in range(static.num_q_heads):
-                    head, rows = n // group, pl.ds(n % group * q_tile, q_tile)
-                    heads[:, n, :] = (acc[head, tile, rows] / total[head, tile, rows][:, :1])[:, v_lanes]
-                    if static.return_lse:
-                        tokens = pl.ds(tile * q_tile, q_tile)
-                        lse_buf[slot, tokens, n, :] = peak[head, tile, rows] + jnp.log(
-                            total[head, tile, rows]
-                        )
-                out_buf[slot, pl.ds(tile * q_tile, q_tile)] = heads[...].astype(out_buf.dtype)
+                tokens = pl.ds(tile * q_tile, q_tile)
+
+                def finish_head(head, carry):
+                    for g in range(group):
+                        n, rows = head * group + g, slice(g * q_tile, (g + 1) * q_tile)
+                        heads[:, n, :] = (acc[head, tile, rows] / total[head, tile, rows][:, :1])[:, v_lanes]
+                        if static.return_lse:
+                            lse_buf[slot, tokens, n, :] = lse_of(head, tile, rows)
+                    return carry
+
+                lax.fori_loop(0, static.num_kv_heads, finish_head, 0)
+                out_buf[slot, tokens] = heads[...].astype(out_buf.dtype)
                 return carry
 
             lax.fori_loop(0, tiles_in(item), finish_tile, 0)
