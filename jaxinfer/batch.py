@@ -131,4 +131,10 @@ def next_decode(batch: StepBatch, active: jax.Array, page_size: int) -> StepBatc
     slots = tuple(
         jnp.where(active, kv.slot_mapping(table, rows, index, page_size), 0) for table in batch.page_tables
     )
-    return replace(batch, positions=batch.positions + 1, kv_lens=kv_lens, slot_mappings=slots)
+    return replace(
+        batch,
+        positions=batch.positions + 1,
+        kv_lens=kv_lens,
+        slot_mappings=slots,
+        from_row=jnp.ones_like(batch.from_row),  # the first id may have come from the host
+    )

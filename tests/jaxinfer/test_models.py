@@ -69,8 +69,10 @@ def test_every_model_file_keeps_the_contract(kind):
     config = model.Config.from_hf(CONFIGS[name])
     assert hash(config) == hash(model.Config.from_hf(CONFIGS[name]))
     leaves, _ = weight_leaves(model, config)
-    axes = jax.tree.leaves_with_path(model.logical_axes(config), is_leaf=lambda x: isinstance(x, tuple) and
-                                     all(isinstance(a, str) for a in x))
+    axes = jax.tree.leaves_with_path(
+        model.logical_axes(config),
+        is_leaf=lambda x: isinstance(x, tuple) and all(isinstance(a, str) for a in x),
+    )
     named = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in axes}
     assert {name: len(leaf.shape) for name, leaf in leaves.items()} == {n: len(a) for n, a in named.items()}
     patterns = {pattern.replace("{layer}", str(i)) for pattern in model.HF_NAMES.values() for i in (0, 1)}

@@ -41,27 +41,35 @@ def table(num_rows, vocab=VOCAB, scale=1.0, seed=0):
     return (np.random.default_rng(seed).normal(size=(num_rows, vocab)) * scale).astype(np.float32)
 
 
-def run(logits, rows, *, tokens=None, positions=None, variant=None, pad_to=None, **options):
-    """`sample` on numpy logits f32[B, V] for a list of SamplingRow; `tokens`: the known tokens of each row."""
-    num_rows, vocab = pad_to or len(rows), logits.shape[1]
-    padded = np.zeros((num_rows, vocab), np.float32)
-    padded[: len(rows)] = logits
-    known = tokens or [[]] * len(rows)
+def run(logits, rows, *, tokens=None, positions=None, variant=None, labels=False, pad_to=16, **options):
+    """`sample` on f32[B, V] logits for a list of SamplingRow; `tokens`: the known tokens of each row.
+
+    Rows and vocabulary (with -inf) are padded to a few shapes, so that the tests share their programs.
+    """
+    count, vocab = logits.shape
+    num_rows, padded_vocab = max(pad_to, -(-count // 64) * 64 if count > 16 else 0), max(vocab, VOCAB)
+    padded = np.full((num_rows, padded_vocab), -np.inf, np.float32)
+    padded[:count, :vocab] = logits
     token_ids = np.zeros((num_rows + 1, 32), np.int32)
-    for i, ids in enumerate(known):
+    for i, ids in enumerate(tokens or ()):
         token_ids[i, : len(ids)] = ids
-    state = RowState(token_ids[:, 0], token_ids, np.zeros(num_rows + 1, np.int32))
-    at = [len(ids) for ids in known] if positions is None else list(positions)
+    at = np.zeros(num_rows, np.int32)
+    at[:count] = positions if positions is not None else [len(ids) for ids in tokens or [()] * count]
+    row_ids = np.full(num_rows, num_rows, np.int32)
+    row_ids[:count] = range(count)
+    if labels:
+        options["logprob_token_ids"] = np.tile(np.arange(padded_vocab, dtype=np.int32), (num_rows, 1))
     output = _sample(
         padded,
-        np.array(at + [0] * (num_rows - len(rows)), np.int32),
-        state,
-        np.array([*range(len(rows))] + [num_rows] * (num_rows - len(rows)), np.int32),
-        SamplingBatch.from_rows(rows, num_rows, vocab),
+        at,
+        RowState(token_ids[:, 0], token_ids, np.zeros(num_rows + 1, np.int32)),
+        row_ids,
+        SamplingBatch.from_rows(rows, num_rows, padded_vocab),
         variant=variant or ("full" if variant_of(rows) == "full" else "sample"),
         **options,
     )
-    return jax.tree.map(lambda x: np.asarray(x)[: len(rows)], output)
+    output = jax.tree.map(lambda x: np.asarray(x)[:count], output)
+    return output.replace(label_logprobs=output.label_logprobs[:, :vocab]) if labels else output
 
 
 def row(seed=0, sample_index=0, prompt_len=0, end_ids=(), bad_words=(), **params):
@@ -99,8 +107,7 @@ PAIRS = [{a: x, b: y} for a, b in combinations(FILTERS, 2) for x in FILTERS[a] f
 def test_processed_logprobs_are_the_exact_distribution_for_every_pair_of_filters(vocab):
     settings = [s for s in PAIRS if s.get("top_k", 0) <= vocab]
     logits = table(len(settings), vocab)
-    labels = np.tile(np.arange(vocab, dtype=np.int32), (len(settings), 1))
-    out = run(logits, [row(**s) for s in settings], logprobs_mode="processed", logprob_token_ids=labels)
+    out = run(logits, [row(**s) for s in settings], logprobs_mode="processed", labels=True)
     for got, x, setting in zip(out.label_logprobs, logits, settings, strict=True):
         want = oracle(x, **setting)
         np.testing.assert_array_equal(np.isfinite(got), want > 0, err_msg=str(setting))
@@ -123,25 +130,26 @@ DRAWS = [
 ]
 
 
+@jax.jit
+def _draw_many(logits, batch, positions):
+    """i32[positions, B] from the same logits f32[V] in each row."""
+    num_rows = batch.temperature.shape[0]
+    logits, state = jnp.tile(logits, (num_rows, 1)), init_row_state(1, 1)
+
+    def one(position):
+        at, row_ids = jnp.full(num_rows, position), jnp.zeros(num_rows, jnp.int32)
+        return sample(logits, at, state, row_ids, batch, variant="sample", rows_at_once=num_rows).tokens
+
+    return jax.lax.map(one, positions)
+
+
 @pytest.mark.parametrize("scale", [0.5, 2.0], ids=["flat", "peaked"])
 def test_draws_follow_the_exact_distribution_in_a_mixed_batch(scale):
     """20,000 draws of each setting, over 100 seeds and 200 positions; flat rows keep more than the head."""
-    x = table(1, scale=scale, seed=3)[0]
-    seeds, num_positions = 100, 200
-    rows = [row(seed=s << 32, **d) for d in DRAWS for s in range(seeds)]
-    logits = jnp.asarray(np.tile(x, (len(rows), 1)))
-    batch = jax.device_put(SamplingBatch.from_rows(rows, len(rows), VOCAB))
-    state, ids = init_row_state(1, 1), jnp.zeros(len(rows), jnp.int32)
-
-    @jax.jit
-    def many(logits, batch):
-        def one(position):
-            at = jnp.full(len(rows), position)
-            return sample(logits, at, state, ids, batch, variant="sample", rows_at_once=len(rows)).tokens
-
-        return jax.lax.map(one, jnp.arange(num_positions))
-
-    tokens = np.asarray(many(logits, batch)).reshape(num_positions, len(DRAWS), seeds)
+    x, seeds, num_positions = table(1, scale=scale, seed=3)[0], 100, 200
+    rows = [row(seed=s << 32, **setting) for setting in DRAWS for s in range(seeds)]
+    tokens = _draw_many(x, SamplingBatch.from_rows(rows, len(rows), VOCAB), np.arange(num_positions))
+    tokens = np.asarray(tokens).reshape(num_positions, len(DRAWS), seeds)
     for i, setting in enumerate(DRAWS):
         counts = np.bincount(tokens[:, i].ravel(), minlength=VOCAB)
         want = oracle(x, **setting)
@@ -165,12 +173,10 @@ def test_a_row_gets_the_same_token_in_every_batch_variant_and_row():
         at = [positions[i] for i in order]
         return run(logits[list(order)], picked, positions=at, **options).tokens
 
-    alone = [tokens([i])[0] for i in range(len(rows))]
+    alone = [tokens([i], pad_to=1)[0] for i in range(len(rows))]
     np.testing.assert_array_equal(alone, want)
     order = np.random.default_rng(1).permutation(len(rows))
-    np.testing.assert_array_equal(tokens(order, pad_to=16), want[order])
-    np.testing.assert_array_equal(tokens(order, rows_at_once=5), want[order])
-    np.testing.assert_array_equal(tokens(order, rows_at_once=64), want[order])
+    np.testing.assert_array_equal(tokens(order, pad_to=17, rows_at_once=5), want[order])
     # A neighbour with a bias turns the whole batch into the variant "full".
     biased = [*rows, row(logit_bias={0: 1.0})]
     mixed = run(np.concatenate([logits, logits[:1]]), biased, positions=[*positions, 0])
@@ -184,7 +190,7 @@ def test_padding_of_the_vocabulary_does_not_change_the_draw():
     np.testing.assert_array_equal(run(padded, rows).tokens, run(logits, rows).tokens)
 
 
-@pytest.mark.parametrize("vocab", [1, 5, 64, 127, 1000, 5000])
+@pytest.mark.parametrize("vocab", [1, 5, 64, 127, 5000])
 def test_all_spellings_of_greedy_are_the_argmax_with_the_lowest_id(vocab):
     logits = np.round(table(5, vocab))  # many ties
     logits[1] = 0.0
@@ -219,8 +225,7 @@ def test_best_tokens_are_a_stable_sort(vocab, count):
 
 def support(logits, **setting):
     """The ids that survive, from processed logprobs."""
-    labels = np.arange(len(logits), dtype=np.int32)[None]
-    out = run(logits[None], [row(**setting)], logprobs_mode="processed", logprob_token_ids=labels)
+    out = run(logits[None], [row(**setting)], logprobs_mode="processed", labels=True)
     return set(np.flatnonzero(np.isfinite(out.label_logprobs[0])).tolist())
 
 
@@ -257,10 +262,10 @@ def test_tiny_temperatures_are_greedy_and_never_nan():
     logits = table(1, scale=1.0)[0]
     logits[:4] = 60, -60, 59, -np.inf
     rows = [row(seed=i, temperature=t) for i, t in enumerate((0, 1e-8, 1e-6, 1e-5, 1e-4, 1e-3, 2e-2))]
-    out = run(np.tile(logits, (len(rows), 1)), rows, num_logprobs=2, logprobs_mode="processed")
+    out = run(np.tile(logits, (len(rows), 1)), rows, logprobs_mode="processed", labels=True)
     np.testing.assert_array_equal(out.tokens, 0)
     np.testing.assert_allclose(out.logprob, 0, atol=LOGPROB_TOLERANCE)
-    assert not np.isnan(out.top_logprobs).any()
+    assert not np.isnan(out.label_logprobs).any()
 
 
 def test_a_row_with_nothing_allowed_still_gives_a_token():
@@ -292,10 +297,7 @@ def test_random_numbers_differ_by_seed_word_sample_index_position_and_purpose():
 
 def changed(logits, rows, tokens):
     """f32[B, V]: log-softmax after the penalties."""
-    labels = np.tile(np.arange(logits.shape[1], dtype=np.int32), (len(rows), 1))
-    return run(
-        logits, rows, tokens=tokens, logprobs_mode="processed", logprob_token_ids=labels
-    ).label_logprobs
+    return run(logits, rows, tokens=tokens, logprobs_mode="processed", labels=True).label_logprobs
 
 
 def log_softmax(x):
@@ -428,12 +430,12 @@ def test_full_variant_matches_numpy_with_random_penalties_in_one_batch():
 
 def test_raw_logprobs_describe_the_model_and_processed_ones_the_draw():
     p = np.array([0.5, 0.3, 0.2])
-    logits = np.tile(np.log(p).astype(np.float32), (20, 1))
-    rows = [row(seed=s, temperature=0.5, top_k=2, repetition_penalty=1.2, prompt_len=1) for s in range(20)]
-    tokens = [[1]] * 20
+    logits = np.tile(np.log(p).astype(np.float32), (16, 1))
+    rows = [row(seed=s, temperature=0.5, top_k=2, repetition_penalty=1.2, prompt_len=1) for s in range(16)]
+    tokens = [[1]] * 16
     raw = run(logits, rows, tokens=tokens, num_logprobs=3)
     np.testing.assert_allclose(raw.logprob, np.log(p)[raw.tokens], atol=LOGPROB_TOLERANCE)
-    np.testing.assert_array_equal(raw.top_ids, np.tile([0, 1, 2], (20, 1)))
+    np.testing.assert_array_equal(raw.top_ids, np.tile([0, 1, 2], (16, 1)))
     np.testing.assert_array_equal(raw.rank, raw.tokens + 1)
     processed = run(logits, rows, tokens=tokens, num_logprobs=3, logprobs_mode="processed")
     np.testing.assert_array_equal(processed.tokens, raw.tokens)
@@ -442,7 +444,7 @@ def test_raw_logprobs_describe_the_model_and_processed_ones_the_draw():
     want = oracle(changed_logits, temperature=0.5, top_k=2)
     np.testing.assert_allclose(processed.logprob, np.log(want[raw.tokens]), atol=LOGPROB_TOLERANCE)
     kept = np.argsort(-want, kind="stable")[:2]
-    np.testing.assert_array_equal(processed.top_ids[:, :2], np.tile(kept, (20, 1)))
+    np.testing.assert_array_equal(processed.top_ids[:, :2], np.tile(kept, (16, 1)))
     assert np.isneginf(processed.top_logprobs[:, 2]).all()
 
 
@@ -467,12 +469,10 @@ def test_logprobs_of_zero_alternatives_labels_and_greedy():
 
 
 def test_rank_counts_tied_tokens_with_lower_ids():
-    logits = np.array([[1, 2, 2, 2, 0]], np.float32)
-    ranks = {}
-    for seed in range(40):
-        out = run(logits, [row(seed=seed)], num_logprobs=0)
-        ranks[int(out.tokens[0])] = int(out.rank[0])
-    assert ranks.items() >= {1: 1, 2: 2, 3: 3}.items()
+    logits = np.tile(np.array([1, 2, 2, 2, 0], np.float32), (16, 1))
+    out = run(logits, [row(seed=seed) for seed in range(16)], num_logprobs=0)
+    rank_of = dict(zip(out.tokens.tolist(), out.rank.tolist(), strict=True))
+    assert rank_of.items() >= {1: 1, 2: 2, 3: 3}.items()
 
 
 def forbid_last_token(logits, rows: RowState, params):
@@ -486,6 +486,7 @@ def test_logits_processors_come_before_temperature_in_every_variant():
         tokens=[[0], [1, 0]],
         logits_processors=(forbid_last_token,),
         processor_params={"strength": jnp.array([3.0, 0.5])},
+        pad_to=2,
     )
     rows = [row(temperature=0.0), row(temperature=0.0)]
     for variant in ("greedy", "sample"):
