@@ -164,10 +164,11 @@ def _head_mass(head: _Head, filters: Filters) -> Array:
 def _head_keep(head: _Head, filters: Filters, total: Array) -> Array:
     """bool[B, W]: which tokens of the head survive, given the weight f32[B] that top_k left."""
     order = jnp.arange(head.weights.shape[1])
-    before = jnp.cumsum(head.weights, axis=-1) - head.weights
+    before = _running_sum(head.weights) - head.weights
     in_p = (before < (filters.top_p * total)[:, None]) | (filters.top_p >= 1)[:, None]
     keep = (order < filters.top_k[:, None]) & in_p & (head.weights >= filters.min_p[:, None])
-    return jnp.cumprod(keep, axis=-1).astype(bool) | (order == 0)
+    first_out = jnp.where(jnp.all(keep, axis=-1), keep.shape[1], jnp.argmin(keep, axis=-1))
+    return order < jnp.maximum(first_out, 1)[:, None]
 
 
 def _draw_by_rejection(
@@ -231,12 +232,22 @@ def _pick(mass: Array, uniform: Array) -> Array:
     Rounding of the sums can neither reach an index without mass nor run past the end.
     """
     n = mass.shape[1]
-    running = jnp.cumsum(mass, axis=-1)
+    running = _running_sum(mass)
     index = jnp.arange(n)
     reached = running > (uniform * running[:, -1])[:, None]
     # The first reached index with mass, else the last index with mass.
     rank = jnp.where(mass > 0, jnp.where(reached, 2 * n - index, index), -1)
     return jnp.argmax(rank, axis=-1).astype(jnp.int32)
+
+
+def _running_sum(x: Array) -> Array:
+    """f32[B, N]: inclusive sums along a row. jnp.cumsum took most of the time to compile a sampled step."""
+    rows, n = x.shape
+    groups = _blocks(x, FAN, padding=0)  # [B, ceil(N / FAN), FAN]
+    inside = jnp.sum(jnp.where(jnp.tri(FAN, dtype=bool), groups[:, :, None, :], 0), axis=-1)
+    earlier = jnp.tri(groups.shape[1], k=-1, dtype=bool)
+    before = jnp.sum(jnp.where(earlier, inside[:, None, :, -1], 0), axis=-1)
+    return (inside + before[:, :, None]).reshape(rows, -1)[:, :n]
 
 
 def _uniforms(keys: Array) -> Array:
@@ -275,6 +286,14 @@ def _search(logits: Array, mass: Array, needed: Array) -> Cut:
     above = jnp.sum(jnp.where(keys > key[:, None], mass, 0), axis=-1)
     each = jnp.max(jnp.where(tied, mass, 0), axis=-1)
     n = jnp.clip(jnp.ceil((needed - above) / jnp.where(each > 0, each, 1)), 1, vocab)
-    count = jnp.cumsum(tied, axis=-1, dtype=jnp.int32)
-    last = jnp.argmax(tied & ((count >= n[:, None]) | (count == count[:, -1:])), axis=-1)
-    return Cut(jnp.max(jnp.where(tied, logits, -jnp.inf), axis=-1), last.astype(jnp.int32))
+    ids = jnp.arange(vocab, dtype=jnp.int32)
+
+    def before_nth(i: Array, low: Array) -> Array:
+        candidate = low + (jnp.int32(1) << (id_bits - 1 - i))
+        count = jnp.sum(tied & (ids < candidate[:, None]), axis=-1)
+        return jnp.where(count < n, candidate, low)
+
+    id_bits = vocab.bit_length()
+    last = lax.fori_loop(0, id_bits, before_nth, jnp.zeros(logits.shape[:1], jnp.int32))
+    last = jnp.minimum(last, vocab - 1)
+    return Cut(jnp.max(jnp.where(tied, logits, -jnp.inf), axis=-1), last)

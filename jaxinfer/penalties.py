@@ -120,7 +120,8 @@ def apply_extras(logits: Array, extras: Extras, token_ids: Array, positions: Arr
     allowed = bits.reshape(logits.shape[0], -1)[:, :vocab] == 1
     logits = jnp.where(allowed, logits, -jnp.inf)
 
-    too_early = (positions - extras.prompt_len < extras.min_tokens)[:, None]
+    outputs = jnp.maximum(positions - extras.prompt_len, 0)  # i32[B], 0 while a prompt is prefilled too
+    too_early = (outputs < extras.min_tokens)[:, None]
     logits = logits.at[row, extras.stop_ids].min(jnp.where(too_early, -jnp.inf, jnp.inf))
 
     ban = _bad_word_completed_next(extras, token_ids, positions)
