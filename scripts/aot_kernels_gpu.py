@@ -94,6 +94,27 @@ def cases(capability: tuple[int, int]) -> dict:
         "drafts llama3_8b page16 q16": lambda: attend(
             (32, 8), 128, 16, 16, 8192, num_tokens=256, max_q_len=16
         ),
+        "prefill llama3_8b page16": lambda: attend(
+            (32, 8), 128, 16, 16, 8192, num_tokens=2048, max_q_len=2048
+        ),
+        "prefill llama3_8b page128 window cap lse": lambda: attend(
+            (32, 8),
+            128,
+            128,
+            16,
+            8192,
+            num_tokens=2048,
+            max_q_len=2048,
+            sliding_window=1024,
+            soft_cap=30.0,
+            return_lse=True,
+        ),
+        "prefill smollm2 page16": lambda: attend((9, 3), 64, 16, 16, 2048, num_tokens=512, max_q_len=512),
+        "prefill gemma3 page16 window": lambda: attend(
+            (4, 1), 256, 16, 16, 8192, num_tokens=2048, max_q_len=2048, sliding_window=512
+        ),
+        "prefill phi2 h80 page16": lambda: attend((32, 32), 80, 16, 16, 2048, num_tokens=512, max_q_len=512),
+        "prefill phi3 h96 page16": lambda: attend((32, 32), 96, 16, 16, 2048, num_tokens=512, max_q_len=512),
         "kv_append smollm2 bf16 page16": lambda: append(3, 64, 16, "bfloat16"),
         "kv_append llama3_8b bf16 page16": lambda: append(8, 128, 16, "bfloat16"),
         "kv_append llama3_8b bf16 page16 one token": lambda: append(8, 128, 16, "bfloat16", num_tokens=1),

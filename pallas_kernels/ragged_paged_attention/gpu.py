@@ -1,12 +1,18 @@
-"""Pallas Mosaic GPU: which rows take which kernel, what is refused, and the packing around the kernels."""
+"""Pallas Mosaic GPU: which rows take which kernel, what is refused, and the packing around the kernels.
 
-import math
+Rows whose query tokens times G heads fit one tile of 64 rows (all of a pure decode program, drafts) take gpu_decode.
+With a larger max_q_len, rows [0, decode_end) take gpu_decode as rows of one token and the others gpu_prefill.
+"""
 
 import jax
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
 
-from pallas_kernels.ragged_paged_attention import gpu_decode
+from pallas_kernels.ragged_paged_attention import gpu_decode, gpu_prefill
+
+MAX_DECODE_Q_LEN = 16  # query tokens of a draft row that take the decode kernel, if they fit its tile
+FIRST_WITH_TMA = (9, 0)
+ELSE = "use implementation='xla'"
 
 
 def ragged_paged_attention(
@@ -26,41 +32,104 @@ def ragged_paged_attention(
     return_lse: bool = False,
     compute_capability: tuple[int, int] = (9, 0),
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """See the package's docstring. compute_capability is that of the GPU that the program is compiled for."""
+    """See the package's docstring. compute_capability is that of the GPU that the program is compiled for.
+
+    Raises:
+        NotImplementedError: `refusal` has a reason.
+    """
+    reason = refusal(q, kv_pages, max_q_len, compute_capability)
+    if reason is not None:
+        raise NotImplementedError(f"ragged_paged_attention implementation 'gpu': {reason}")
     num_tokens, num_q_heads, head_dim = q.shape
-    _, num_kv_heads, page_size, _ = kv_pages.shape
+    num_kv_heads, page_size = kv_pages.shape[1:3]
     num_rows, pages_per_row = page_table.shape
     group = num_q_heads // num_kv_heads
-    schedule = gpu_decode.make_schedule(
-        num_rows, pages_per_row, num_kv_heads, group, head_dim, page_size, max_q_len
+    options = {"sm_scale": sm_scale, "sliding_window": sliding_window, "soft_cap": soft_cap}
+    decode_q_len = max_q_len if takes_decode_only(max_q_len, group, head_dim) else 1
+    decode = gpu_decode.make_schedule(
+        num_rows, pages_per_row, num_kv_heads, group, head_dim, page_size, decode_q_len
     )
-    assert schedule is not None
+    tokens = jnp.arange(num_tokens)
+    rows = jnp.clip(jnp.searchsorted(cu_q_lens, tokens, side="right") - 1, 0, num_rows - 1)  # i32[T]
+
+    # Heads beyond G fill a token's rows up to TMA_ALIGNMENT; none are needed where H is a multiple of 64.
+    spare = decode.group - group
     if sink_logits is None:
         sink_logits = jnp.full((num_q_heads,), -jnp.inf, jnp.float32)
-    grouped_q = q.reshape(num_tokens, num_kv_heads, group, head_dim)
-    grouped_q = jnp.pad(grouped_q, ((0, 0), (0, 0), (0, schedule.group - group), (0, 0)))
-    sinks = jnp.pad(sink_logits.reshape(num_kv_heads, group), ((0, 0), (0, schedule.group - group)))
+    grouped_q = jnp.pad(
+        q.reshape(num_tokens, num_kv_heads, group, head_dim), ((0, 0), (0, 0), (0, spare), (0, 0))
+    )
+    sinks = jnp.pad(sink_logits.reshape(num_kv_heads, group), ((0, 0), (0, spare)))
+
+    row_end = distribution[2] if decode_q_len == max_q_len else distribution[0]
     out, lse = gpu_decode.attend(
         grouped_q,
         kv_pages,
         page_table,
         kv_lens,
         cu_q_lens,
-        distribution[2],
+        row_end,
         sinks,
-        schedule=schedule,
-        sm_scale=sm_scale,
-        sliding_window=sliding_window,
-        soft_cap=soft_cap,
+        schedule=decode,
         cost_estimate=pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=0),
-    )
-    # [B, K, max_q_len * group, H] -> [T, N, H]
-    tokens = jnp.arange(num_tokens)
-    rows = jnp.clip(jnp.searchsorted(cu_q_lens, tokens, side="right") - 1, 0, num_rows - 1)
-    index = jnp.clip(tokens - cu_q_lens[rows], 0, max_q_len - 1)
-    out = out.reshape(num_rows, num_kv_heads, max_q_len, schedule.group, head_dim)[rows, :, index, :group]
-    lse = lse.reshape(num_rows, num_kv_heads, max_q_len, schedule.group)[rows, :, index, :group]
+        **options,
+    )  # [B, K, decode_q_len * group, H], f32[B, K, decode_q_len * group]
+    out = out.reshape(num_rows, num_kv_heads, decode_q_len, decode.group, head_dim)
+    lse = lse.reshape(num_rows, num_kv_heads, decode_q_len, decode.group)
+    index = jnp.clip(tokens - cu_q_lens[rows], 0, decode_q_len - 1)
+    out, lse = out[rows, :, index], lse[rows, :, index]  # [T, K, group, H], f32[T, K, group]
+
+    if decode_q_len < max_q_len:
+        prefill = gpu_prefill.make_schedule(num_tokens, num_rows, num_kv_heads, group, head_dim, page_size)
+        prefill_out, prefill_lse = gpu_prefill.attend(
+            grouped_q,
+            kv_pages,
+            page_table,
+            kv_lens,
+            cu_q_lens,
+            distribution,
+            sinks,
+            schedule=prefill,
+            cost_estimate=pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=0),
+            **options,
+        )
+        is_decode = (rows < row_end)[:, None, None]
+        out = jnp.where(is_decode[..., None], out, prefill_out)
+        lse = jnp.where(is_decode, lse, prefill_lse)
+
     live = (tokens < cu_q_lens[distribution[2]]) & (kv_lens[rows] > 0)
-    out = jnp.where(live[:, None, None], out.reshape(q.shape), 0)
-    lse = jnp.where(live[:, None], lse.reshape(num_tokens, num_q_heads), -jnp.inf)
+    out = jnp.where(live[:, None, None], out[:, :, :group].reshape(q.shape), 0)
+    lse = jnp.where(live[:, None], lse[:, :, :group].reshape(num_tokens, num_q_heads), -jnp.inf)
     return (out, lse) if return_lse else out
+
+
+def takes_decode_only(max_q_len: int, group: int, head_dim: int) -> bool:
+    """Whether all rows of a call take the decode kernel."""
+    return max_q_len <= MAX_DECODE_Q_LEN and gpu_decode.fits(max_q_len, group, head_dim)
+
+
+def refusal(
+    q: jax.Array, kv_pages: jax.Array, max_q_len: int, compute_capability: tuple[int, int]
+) -> str | None:
+    """Why this combination has no GPU kernel and what would work, or None."""
+    _, num_q_heads, head_dim = q.shape
+    num_kv_heads, page_size = kv_pages.shape[1:3]
+    group = num_q_heads // num_kv_heads
+    if compute_capability < FIRST_WITH_TMA:
+        return f"compute capability {compute_capability} has no TMA (9.0 is the least): {ELSE}"
+    if kv_pages.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"kv_pages {kv_pages.dtype} are not supported, only bfloat16 and float16: {ELSE}"
+    if q.dtype != kv_pages.dtype:
+        return f"q {q.dtype} must have the dtype of kv_pages {kv_pages.dtype}: cast it, or {ELSE}"
+    if head_dim % 16 or not 32 <= head_dim <= 256:
+        return f"head_dim {head_dim} is not a multiple of 16 from 32 to 256: {ELSE}"
+    if page_size & (page_size - 1) or page_size < 8:
+        return f"page_size {page_size} is not a power of two from 8 on: use such a one, or {ELSE}"
+    if not gpu_decode.fits(1, group, head_dim):
+        return f"{group} query heads per kv head exceed the query tile: {ELSE}"
+    if not takes_decode_only(max_q_len, group, head_dim) and compute_capability[0] != 9:
+        return (
+            f"max_q_len {max_q_len} needs the prefill kernel, whose WGMMA exists on compute capability 9.0 only, not"
+            f" {compute_capability}: {ELSE} for prefill, 'gpu' for decode"
+        )
+    return None

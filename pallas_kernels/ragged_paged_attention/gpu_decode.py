@@ -25,9 +25,8 @@ LOG2_E = math.log2(math.e)
 MAX_ROWS = 64  # of the query tile: four warps of 16
 MIN_SPLIT_TOKENS = 256  # fewer, and the partial outputs of G = 4 heads outweigh 3% of the K and V read
 TARGET_BLOCKS = 264  # two blocks on each of the 132 SMs of an H100 or H200
-STAGE_BYTES = (
-    96 * 1024
-)  # of K|V buffers in one block, so that two blocks share an SM's 227 KiB (one on smaller SMs)
+# Of K|V buffers in one block: with q, weights and out, two blocks share an SM's 227 KiB.
+STAGE_BYTES = 72 * 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +47,21 @@ class Schedule:
     num_splits: int
 
 
+def _tile(max_q_len: int, group: int, head_dim: int) -> tuple[int, int, int]:
+    """(group, tile_rows, m_warps): G grown to TMA_ALIGNMENT, and the least tile that the warps can share."""
+    while group * head_dim * 2 % TMA_ALIGNMENT:
+        group += 1
+    # An accumulator is dealt out in tiles of [16 m_warps, 8 (4 / m_warps)].
+    tiles = [(pl.cdiv(max_q_len * group, 16 * m) * 16 * m, m) for m in (1, 2, 4) if head_dim % (32 // m) == 0]
+    tile_rows, m_warps = min(tiles, key=lambda tile: (tile[0], -tile[1]))
+    return group, tile_rows, m_warps
+
+
+def fits(max_q_len: int, group: int, head_dim: int) -> bool:
+    """Whether max_q_len query tokens of G heads fit one tile."""
+    return _tile(max_q_len, group, head_dim)[1] <= MAX_ROWS
+
+
 def make_schedule(
     num_rows: int,
     pages_per_row: int,
@@ -56,17 +70,10 @@ def make_schedule(
     head_dim: int,
     page_size: int,
     max_q_len: int,
-) -> Schedule | None:
-    """The schedule for these shapes, or None where max_q_len query tokens of G heads do not fit one tile."""
-    while group * head_dim * 2 % TMA_ALIGNMENT:
-        group += 1
-    rows = max_q_len * group
+) -> Schedule:
+    """The schedule for these shapes, which must fit."""
+    group, tile_rows, m_warps = _tile(max_q_len, group, head_dim)
     block_kv = 64 if head_dim <= 128 else 32
-    # (tile_rows, m_warps): an accumulator is dealt out in tiles of [16 m_warps, 8 (4 / m_warps)]
-    shapes = [(pl.cdiv(rows, 16 * m) * 16 * m, m) for m in (1, 2, 4) if head_dim % (32 // m) == 0]
-    tile_rows, m_warps = min(shapes)
-    if tile_rows > MAX_ROWS:
-        return None
     stage_bytes = block_kv * 2 * head_dim * 2
     blocks = num_rows * num_kv_heads
     num_splits = min(pl.cdiv(TARGET_BLOCKS, blocks), pl.cdiv(pages_per_row * page_size, MIN_SPLIT_TOKENS))
