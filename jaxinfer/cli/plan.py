@@ -1,0 +1,215 @@
+"""`jaxinfer plan`: what fits, how fast it can be, and why. No weights are read."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from jaxinfer.cli.command import command
+
+Model = Annotated[
+    str, typer.Argument(help="Folder, config.json, .gguf file or catalog name; weights are not read.")
+]
+HardwareName = Annotated[
+    str,
+    typer.Option(
+        help="h200, h100, b200, a100, v5e, v5p, v6e, tpu7x, cpu (this one, measured once), auto (the device "
+        "here), or a .toml file.",
+        metavar="NAME|FILE",
+    ),
+]
+Chips = Annotated[int, typer.Option(help="Chips that share the model; a tpu7x chip is two JAX devices.")]
+Dtype = Annotated[str, typer.Option(help="Of weights and activations: auto, float32, bfloat16, float16.")]
+Quantize = Annotated[str | None, typer.Option(help="Of projections and MLPs: int8 or int4.")]
+KVDtype = Annotated[
+    str,
+    typer.Option(
+        "--kv-cache-dtype", help="Of pages: auto (that of the model), bfloat16, float8_e4m3fn, int8, int4."
+    ),
+]
+PageSize = Annotated[
+    int | None, typer.Option(help="Tokens per page; what the engine takes there, when left out.")
+]
+MaxTokens = Annotated[
+    int, typer.Option("--max-num-batched-tokens", help="Tokens of one step; bounds a prefill chunk.")
+]
+Utilization = Annotated[float | None, typer.Option(help="Share of the device's memory that is used, 0 to 1.")]
+Plot = Annotated[Path | None, typer.Option(help="Write a picture to this file; needs the extra `plot`.")]
+Json = Annotated[bool, typer.Option("--json", help="Write one JSON object; bytes are integers.")]
+
+
+@command()
+def run(
+    model: Model,
+    hardware: HardwareName = "auto",
+    chips: Chips = 1,
+    context: Annotated[int | None, typer.Option(help="Prompt and output tokens of each sequence.")] = None,
+    batch: Annotated[int, typer.Option(help="Sequences at the same time.")] = 1,
+    dtype: Dtype = "auto",
+    quantize: Quantize = None,
+    kv_cache_dtype: KVDtype = "auto",
+    page_size: PageSize = None,
+    max_num_batched_tokens: MaxTokens = 512,
+    utilization: Utilization = None,
+    output_tokens: Annotated[int | None, typer.Option(help="Part of the context that is output.")] = None,
+    mix: Annotated[
+        str | None, typer.Option(help="Request mix, PROMPT:OUTPUT:SHARE with commas between.", metavar="MIX")
+    ] = None,
+    observed: Annotated[
+        str | None,
+        typer.Option(
+            help="TTFT_MS:TOKENS_PER_SECOND:TOKENS that you saw: their latency, summed both ways.",
+            metavar="SEEN",
+        ),
+    ] = None,
+    compare_attention: Annotated[
+        bool, typer.Option("--compare-attention", help="MHA, GQA and MQA side by side.")
+    ] = False,
+    gqa_heads: Annotated[int | None, typer.Option(help="KV heads of GQA in that comparison.")] = None,
+    acceptance: Annotated[float, typer.Option(help="Share of draft tokens accepted, for that lever.")] = 0.7,
+    compile_step: Annotated[
+        bool,
+        typer.Option(
+            "--compile", help="Compile the largest steps for the device here and read their temporaries."
+        ),
+    ] = False,
+    measure: Annotated[
+        bool,
+        typer.Option(
+            "--measure", help="Run the engine here: bound, measured and ratio of prefill and decode."
+        ),
+    ] = False,
+    remeasure_cpu: Annotated[
+        bool, typer.Option("--remeasure-cpu", help="Measure the CPU's peaks again.")
+    ] = False,
+    plot: Plot = None,
+    as_json: Json = False,
+) -> None:
+    """Show memory, roofline, bounds and levers of a model on hardware that need not be here."""
+    from jaxinfer.planner import hardware as facts
+    from jaxinfer.planner import make_plan, report
+
+    options: dict[str, Any] = {
+        "hardware": hardware,
+        "chips": chips,
+        "context": context,
+        "batch": batch,
+        "dtype": dtype,
+        "quantize": quantize,
+        "kv_cache_dtype": kv_cache_dtype,
+        "page_size": page_size,
+        "max_num_batched_tokens": max_num_batched_tokens,
+        "utilization": utilization,
+        "output_tokens": output_tokens,
+        "mix": None if mix is None else _mix(mix),
+        "gqa_heads": gqa_heads,
+        "acceptance": acceptance,
+    }
+    if remeasure_cpu:
+        facts.cpu(again=True)
+    plan = make_plan(model, **options)
+    if compile_step:
+        plan = make_plan(model, **options, temporaries_bytes=_compiled_temporaries(model, plan))
+    extra: dict[str, Any] = {}
+    texts = [report.plan_text(plan)]
+    if compare_attention:
+        texts.append(report.attention_text(plan.attention, plan.load.context, plan.load.batch))
+    if observed is not None:
+        seen = _observed(observed)
+        texts.append(report.end_to_end_text([(1.0, None, seen)], "end to end, of the figures you saw"))
+        extra["observed"] = {"total_s": seen.total_s, "ttft_plus_n_over_tps_s": seen.circulated_s}
+    if measure:
+        texts.append(_measured(model, plan, extra))
+    if plot is not None:
+        from jaxinfer.planner import plots
+
+        plots.plot_roofline(plan, plot)
+        texts.append(f"wrote {plot}")
+    print(json.dumps(plan.to_json() | extra) if as_json else "\n\n".join(texts))
+
+
+def _mix(text: str) -> list[tuple[int, int, float]]:
+    kinds = []
+    for part in text.split(","):
+        try:
+            prompt, output, share = part.split(":")
+            kinds.append((int(prompt), int(output), float(share)))
+        except ValueError:
+            raise typer.BadParameter(
+                f"--mix {part!r} is not PROMPT:OUTPUT:SHARE, such as 512:128:0.7"
+            ) from None
+    if any(prompt < 1 or output < 1 or share <= 0 for prompt, output, share in kinds):
+        raise typer.BadParameter(f"--mix {text!r}: tokens must be at least 1 and shares more than 0")
+    return kinds
+
+
+def _observed(text: str) -> Any:
+    from jaxinfer.planner.roofline import EndToEnd
+
+    try:
+        ttft, rate, tokens = text.split(":")
+        return EndToEnd(float(ttft) / 1e3, 1 / float(rate), int(tokens))
+    except (ValueError, ZeroDivisionError):
+        raise typer.BadParameter(
+            f"--observed {text!r} is not TTFT_MS:TOKENS_PER_SECOND:TOKENS, such as 800:8:256"
+        ) from None
+
+
+def _compiled_temporaries(model: str, plan: Any) -> int:
+    import jax
+
+    from jaxinfer import defaults, models
+    from jaxinfer.kv_cache import KVCacheSpec
+    from jaxinfer.planner import shape, temporaries
+    from jaxinfer.step import Buckets
+
+    device, load = jax.devices()[0], plan.load
+    if device.platform != plan.setting.hardware.platform:
+        raise typer.BadParameter(
+            f"--compile reads the program for the {device.platform} here, and --hardware "
+            f"{plan.setting.hardware.name} is a {plan.setting.hardware.platform}; leave one of them out"
+        )
+    hf = shape.read_config(model)
+    module = models.for_config(hf)
+    config = module.Config.from_hf(hf, dtype=plan.setting.shape.dtype)
+    spec = KVCacheSpec(
+        config.num_layers,
+        config.num_kv_heads,
+        config.head_dim,
+        load.page_size,
+        plan.memory.num_pages,
+        plan.setting.kv_dtype,
+        defaults.implementation("auto", device).value,
+    )
+    tokens = max(load.max_num_batched_tokens, load.batch)
+    return temporaries.compiled(
+        module,
+        config,
+        spec,
+        max_model_len=load.context,
+        max_num_seqs=load.batch,
+        buckets=Buckets.default(load.batch, tokens, 8, device.platform),
+        matmul_precision="highest" if config.dtype == "float32" else None,
+    )
+
+
+def _measured(model: str, plan: Any, extra: dict[str, Any]) -> str:
+    from jaxinfer.planner import report
+    from jaxinfer.planner.measure import measure
+
+    found = measure(
+        model,
+        batch=plan.load.batch,
+        prompt=plan.prompt_tokens,
+        output=plan.output_tokens,
+        dtype=plan.setting.shape.dtype,
+    )
+    extra["measured"] = [
+        {"name": c.name, "bound_s": c.bound_s, "measured_s": c.measured_s, "ratio": c.ratio}
+        for c in found.comparisons
+    ]
+    extra["allocated_bytes"] = found.allocated_bytes
+    rows = [(c.name, c.bound_s, c.measured_s) for c in found.comparisons]
+    source = found.hardware.sources["memory_bandwidth"]
+    return report.measurement_text(rows, found.planned_bytes, found.allocated_bytes, source)

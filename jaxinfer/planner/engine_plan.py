@@ -1,0 +1,203 @@
+"""What an engine will allocate on the device at hand, decided and checked before anything is loaded."""
+
+import math
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import jax
+
+from jaxinfer import defaults
+from jaxinfer.kv_cache import KVCacheSpec, pages_needed
+from jaxinfer.planner import temporaries
+from jaxinfer.planner.memory import row_state_bytes
+from jaxinfer.planner.shape import ModelShape
+
+
+class PlanError(ValueError):
+    """Settings that cannot work here, in one sentence with the numbers and the nearest settings that can."""
+
+
+@dataclass(frozen=True)
+class EnginePlan:
+    """Bytes on one device. `weights_bytes` and `pool_bytes` are exact, `temporaries_bytes` is an estimate."""
+
+    weights_bytes: int
+    num_pages: int  # the null page included
+    page_size: int
+    pool_bytes: int
+    row_state_bytes: int
+    temporaries_bytes: int
+    free_bytes: int  # before the weights are loaded
+    max_model_len: int
+    reason: str  # which option or default the size of the pool is from
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that fit into the pool."""
+        return (self.num_pages - 1) * self.page_size
+
+    @property
+    def total_bytes(self) -> int:
+        return self.weights_bytes + self.pool_bytes + self.row_state_bytes + self.temporaries_bytes
+
+    def lines(self) -> list[str]:
+        """The plan for people, to be logged at start."""
+        full = self.num_tokens // self.max_model_len
+        return [
+            f"plan: {_size(self.weights_bytes)} of weights, {_size(self.pool_bytes)} of pages, "
+            f"{_size(self.row_state_bytes)} of row state, about {_size(self.temporaries_bytes)} of temporaries "
+            f"(estimate); {_size(self.free_bytes)} are free",
+            f"plan: {self.num_pages - 1} pages x {self.page_size} tokens, from {self.reason}: "
+            f"{self.num_tokens} tokens fit, {full} sequences of max_model_len={self.max_model_len}"
+            + ("" if full else " (longer requests are refused one by one)"),
+        ]
+
+
+def check(
+    module: ModuleType,
+    config: Any,
+    device: jax.Device,
+    spec: KVCacheSpec,
+    *,
+    max_model_len: int | None,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    num_pages: int | None = None,
+    kv_cache_memory_bytes: int | None = None,
+    gpu_memory_utilization: float | None = None,
+    weights_bytes: int | None = None,
+    weights_loaded: bool = False,
+) -> EnginePlan:
+    """Decides the number of pages and checks that all of it fits, before weights are read.
+
+    Args:
+      module, config: the model file and its config.
+      device: where weights and pages will be.
+      spec: of the cache; its `num_pages` is ignored.
+      max_model_len: as the user gave it; None is the model's own maximum, and then a smaller pool is no error.
+      max_num_seqs, max_num_batched_tokens: rows and tokens of the largest step.
+      num_pages, kv_cache_memory_bytes, gpu_memory_utilization: size of the pool; at most one of them.
+      weights_bytes: of weights in another form than the config's dtype (quantized); None computes them.
+      weights_loaded: whether they are already on the device.
+
+    Returns:
+      The plan; give `plan.num_pages` to the spec and `plan.lines()` to the log.
+
+    Raises:
+      PlanError: something does not fit; the message names the nearest settings that do.
+      ValueError: two options set the size of the pool.
+    """
+    shape = ModelShape.from_config(module, config)
+    length = max_model_len or config.max_position_embeddings
+    full_sequence = 1 + pages_needed(length, spec.page_size)
+    weights = shape.weights_bytes() if weights_bytes is None else weights_bytes
+    temporary = temporaries.estimate(
+        shape,
+        num_tokens=max(max_num_batched_tokens, max_num_seqs),
+        num_rows=max_num_seqs,
+        platform=device.platform,
+    )
+    rows = row_state_bytes(max_num_seqs, length)
+    limit, free = _memory(device)
+    room = free - (0 if weights_loaded else weights) - rows - temporary
+    if room < 2 * spec.bytes_per_page:
+        raise PlanError(_no_room(shape, weights, rows + temporary, free, weights_loaded))
+
+    reason = _reason(num_pages, kv_cache_memory_bytes, gpu_memory_utilization)
+    if num_pages is not None:
+        pages = num_pages
+    elif kv_cache_memory_bytes is not None:
+        pages = kv_cache_memory_bytes // spec.bytes_per_page
+    else:
+        budget, reason = defaults._memory_budget(device, gpu_memory_utilization, weights)
+        if device.platform != "cpu" and not weights_loaded:
+            budget -= weights  # which defaults takes to be among the bytes in use
+        pages = min(int(budget // spec.bytes_per_page), 1 + max_num_seqs * (full_sequence - 1))
+    most = room // spec.bytes_per_page
+    wanted = full_sequence if max_model_len is not None else 2
+    if pages > most:
+        raise PlanError(
+            f"{reason} asks for {pages} pages, {_size(pages * spec.bytes_per_page)}, and after "
+            f"{_size(weights)} of weights {_size(max(0, room))} of {_size(free)} are left; the nearest is "
+            f"num_pages={most} ({(most - 1) * spec.page_size} tokens)"
+        )
+    if pages < wanted:
+        raise PlanError(
+            f"{reason} leaves {max(0, pages)} pages of {spec.page_size} tokens, and one sequence of {length} "
+            f"tokens needs {wanted} with the null page; the nearest are "
+            + ", or ".join(
+                _nearest(spec, pages, wanted, most, max_model_len, limit, weights + rows + temporary)
+            )
+        )
+    return EnginePlan(
+        weights_bytes=weights,
+        num_pages=pages,
+        page_size=spec.page_size,
+        pool_bytes=pages * spec.bytes_per_page,
+        row_state_bytes=rows,
+        temporaries_bytes=temporary,
+        free_bytes=free,
+        max_model_len=length,
+        reason=reason,
+    )
+
+
+def _reason(num_pages: int | None, kv_bytes: int | None, utilization: float | None) -> str:
+    given = {
+        f"num_pages={num_pages}": num_pages,
+        f"kv_cache_memory_bytes={kv_bytes}": kv_bytes,
+        f"gpu_memory_utilization={utilization}": utilization,
+    }
+    named = [name for name, value in given.items() if value is not None]
+    if len(named) > 1:
+        raise ValueError(f"{' and '.join(named)} both set the size of the KV cache; give one of them")
+    return named[0] if named else "the default"
+
+
+def _memory(device: jax.Device) -> tuple[int, int]:
+    """(bytes that exist, bytes that are free now)."""
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    if stats and "bytes_limit" in stats:
+        return stats["bytes_limit"], stats["bytes_limit"] - stats["bytes_in_use"]
+    available = defaults._available_memory()
+    return available, available
+
+
+def _no_room(shape: ModelShape, weights: int, beside: int, free: int, loaded: bool) -> str:
+    text = (
+        f"the model does not fit: {_size(weights)} of {shape.dtype} weights and {_size(beside)} beside them "
+    )
+    text += f"(estimate), and {_size(free)} are free{' after the weights' if loaded else ''}; "
+    if shape.dtype == "float32" and not loaded and weights // 2 + beside < free:
+        return text + f"the nearest is dtype='bfloat16' with {_size(weights // 2)} of weights"
+    return text + "take a smaller model, lower max_num_batched_tokens, or more memory"
+
+
+def _nearest(
+    spec: KVCacheSpec,
+    pages: int,
+    wanted: int,
+    most: int,
+    max_model_len: int | None,
+    limit: int,
+    beside: int,
+) -> list[str]:
+    found = []
+    if max_model_len is not None and pages >= 2:
+        found.append(f"max_model_len={(pages - 1) * spec.page_size}")
+    if wanted <= most:
+        found.append(f"num_pages={wanted} ({_size(wanted * spec.bytes_per_page)})")
+        utilization = math.ceil(100 * (beside + wanted * spec.bytes_per_page) / limit) / 100
+        if utilization <= 1:
+            found.append(f"gpu_memory_utilization={utilization:g}")
+    elif most >= 2:
+        found.append(f"max_model_len={(most - 1) * spec.page_size} with num_pages={most}, all that is free")
+    return found
+
+
+def _size(num_bytes: int) -> str:
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if num_bytes >= unit:
+            return f"{num_bytes / unit:.2f} {name}"
+    return f"{num_bytes} bytes"

@@ -1,0 +1,240 @@
+"""What the planner knows of a model: the sizes of its weights and of its KV cache. Nothing is loaded.
+
+Shape letters: D embed_dim, N query heads, K KV heads, H head_dim, V vocab.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+
+import checkpoints
+from checkpoints import fetch
+from checkpoints.loading import weight_leaves
+from jaxinfer import models
+
+# Bits of one element of the KV cache; those below 16 have scales beside them.
+KV_BITS = {
+    "float32": 32,
+    "bfloat16": 16,
+    "float16": 16,
+    "float8_e4m3fn": 8,
+    "float8_e5m2": 8,
+    "int8": 8,
+    "int4": 4,
+}
+SCALE_BYTES = 4  # float32
+# How matrices of projections and MLPs are kept when quantized: (bits, scales and offsets per output row).
+# int8 has one scale per output; int4 a scale and an offset for each group of INT4_GROUP inputs.
+QUANTIZED_BITS = {"int8": 8, "int4": 4}
+INT4_GROUP = 128
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One array of the weights."""
+
+    group: str  # projections | mlp | embedding | head | norms
+    size: int  # elements
+    num_outputs: int  # rows of the matrix, as published [out, in]
+    dtype: str
+    per_kv_head: bool  # grows with K
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * itemsize(self.dtype)
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of a model. `windows`: per layer how many tokens back it looks, None for all of them."""
+
+    name: str
+    num_layers: int
+    embed_dim: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_position_embeddings: int
+    tied: bool  # the head reads the embedding
+    dtype: str
+    leaves: tuple[Leaf, ...]
+    windows: tuple[int | None, ...]
+
+    @staticmethod
+    def from_config(
+        module: ModuleType, config: Any, name: str = "model", windows: tuple[int | None, ...] | None = None
+    ) -> "ModelShape":
+        """From a model file and its config, by abstract evaluation of its `init`."""
+        structs, _ = weight_leaves(module, config)
+        axes = _axes(module.logical_axes(config))
+        leaves = tuple(_leaf(leaf, struct, axes[leaf]) for leaf, struct in structs.items())
+        return ModelShape(
+            name=name,
+            num_layers=config.num_layers,
+            embed_dim=config.embed_dim,
+            num_q_heads=config.num_q_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            vocab_size=config.vocab_size,
+            max_position_embeddings=config.max_position_embeddings,
+            tied=config.tie_word_embeddings,
+            dtype=config.dtype,
+            leaves=leaves,
+            windows=windows or (None,) * config.num_layers,
+        )
+
+    @property
+    def num_params(self) -> int:
+        return sum(leaf.size for leaf in self.leaves)
+
+    def params(self, group: str) -> int:
+        """Elements of the matrices of a group."""
+        return sum(leaf.size for leaf in self.leaves if leaf.group == group)
+
+    def weights_bytes(self, group: str | None = None, quantize: str | None = None) -> int:
+        """Bytes of a group of weights, or of all. Without `quantize` this is what the engine allocates."""
+        return sum(
+            _quantized_bytes(leaf, quantize) for leaf in self.leaves if group is None or leaf.group == group
+        )
+
+    def kv_bytes_per_token(self, kv_dtype: str, layers: int | None = None) -> int:
+        """Bytes of K and V (and their scales) of one token in all layers, or in so many of them."""
+        return (self.num_layers if layers is None else layers) * kv_bytes_per_token_and_layer(
+            self.num_kv_heads, self.head_dim, kv_dtype
+        )
+
+    def kv_bytes(self, kv_dtype: str, num_tokens: int) -> int:
+        """Bytes of K and V of one sequence of `num_tokens`; layers with a window keep that many at most."""
+        per_layer = kv_bytes_per_token_and_layer(self.num_kv_heads, self.head_dim, kv_dtype)
+        return per_layer * sum(
+            num_tokens if window is None else min(num_tokens, window) for window in self.windows
+        )
+
+    def with_kv_heads(self, num_kv_heads: int) -> "ModelShape":
+        """The same model with K and V for another number of heads.
+
+        Raises:
+          ValueError: it does not divide the query heads.
+        """
+        if num_kv_heads < 1 or self.num_q_heads % num_kv_heads:
+            raise ValueError(f"{num_kv_heads} KV heads do not divide {self.num_q_heads} query heads")
+
+        def scaled(n: int) -> int:
+            return n // self.num_kv_heads * num_kv_heads
+
+        leaves = tuple(
+            replace(leaf, size=scaled(leaf.size), num_outputs=scaled(leaf.num_outputs))
+            if leaf.per_kv_head
+            else leaf
+            for leaf in self.leaves
+        )
+        return replace(self, num_kv_heads=num_kv_heads, leaves=leaves)
+
+
+def load(model: str | Path, dtype: str) -> ModelShape:
+    """The shape of a folder, a config.json, a .gguf file or a catalog name; no weights are read.
+
+    Args:
+      model: a folder needs only its config.json; of a GGUF file only the header is read; a catalog name is
+        fetched if it is not there yet, since its config is in the header of its file.
+      dtype: of weights and activations: float32, bfloat16 or float16.
+
+    Raises:
+      ValueError: nothing is there, or the architecture is not supported; FetchError, CheckpointError likewise.
+    """
+    hf = read_config(model)
+    module = models.for_config(hf)
+    config = module.Config.from_hf(hf, dtype=dtype)
+    return ModelShape.from_config(module, config, str(model), _windows(hf))
+
+
+def read_config(model: str | Path) -> dict[str, Any]:
+    """config.json as a dict, from whatever names a model; see `load`."""
+    path = Path(model).expanduser()
+    if str(model) not in fetch.catalog():
+        if path.is_dir():
+            path = path / "config.json"
+            if not path.is_file():
+                raise ValueError(f"{path.parent} has no config.json; give a folder with one, or a .gguf file")
+        if path.suffix == ".json" and path.is_file():
+            return _read_json(path)
+    return checkpoints.open_checkpoint(fetch.resolve(model)).config
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(config, dict) or "model_type" not in config:
+        raise ValueError(f"{path} is no model config: it has no model_type")
+    return config
+
+
+def _windows(hf: Mapping[str, Any]) -> tuple[int | None, ...] | None:
+    """Per layer its window, from the keys of a config.json; None if no layer has one."""
+    kinds, window = hf.get("layer_types"), hf.get("sliding_window")
+    if not kinds or window is None or not hf.get("use_sliding_window", True):
+        return None
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def kv_bytes_per_token_and_layer(num_kv_heads: int, head_dim: int, kv_dtype: str) -> int:
+    """2 x heads x head_dim x bytes, plus one float32 scale per head for each of K and V below 16 bits.
+
+    Raises:
+      ValueError: the dtype is none that pages can have.
+    """
+    if kv_dtype not in KV_BITS:
+        raise ValueError(f"kv_cache_dtype={kv_dtype!r} must be one of {', '.join(KV_BITS)}")
+    bits = KV_BITS[kv_dtype]
+    scales = 2 * num_kv_heads * SCALE_BYTES if bits < 16 else 0
+    return 2 * num_kv_heads * head_dim * bits // 8 + scales
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes of one element of a weight or activation."""
+    return np.dtype(getattr(ml_dtypes, dtype, dtype)).itemsize
+
+
+def _quantized_bytes(leaf: Leaf, quantize: str | None) -> int:
+    if quantize is None or leaf.group not in ("projections", "mlp") or leaf.num_outputs == 0:
+        return leaf.nbytes
+    if quantize not in QUANTIZED_BITS:
+        raise ValueError(f"quantize={quantize!r} must be one of {', '.join(QUANTIZED_BITS)}, or left out")
+    scales = leaf.num_outputs
+    if quantize == "int4":
+        scales *= 2 * math.ceil(leaf.size // leaf.num_outputs / INT4_GROUP)
+    return leaf.size * QUANTIZED_BITS[quantize] // 8 + scales * SCALE_BYTES
+
+
+def _axes(tree: Any) -> dict[str, tuple[str, ...]]:
+    def is_axes(node: Any) -> bool:
+        return isinstance(node, tuple) and bool(node) and all(isinstance(name, str) for name in node)
+
+    flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_axes)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): axes for path, axes in flat}
+
+
+def _leaf(name: str, struct: jax.ShapeDtypeStruct, axes: tuple[str, ...]) -> Leaf:
+    """num_outputs is 0 for what is no matrix (norms, biases): it is never quantized."""
+    kv = "kv_heads" in axes
+    if "vocab" in axes:
+        group = "embedding" if name == "embed" else "head"
+    elif "mlp" in axes:
+        group = "mlp"
+    else:
+        group = "projections" if kv or "q_heads" in axes else "norms"
+    num_outputs = 0
+    if "embed" in axes and len(axes) > 1:  # [out..., D], or [D, in...]
+        num_outputs = math.prod(struct.shape[:-1]) if axes[-1] == "embed" else struct.shape[0]
+    return Leaf(group, math.prod(struct.shape), num_outputs, str(struct.dtype), kv)
