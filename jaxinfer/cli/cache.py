@@ -25,7 +25,10 @@ def folder(kind: str) -> Path:
 
 @command()
 def run(clear: Clear = None, yes: Yes = False) -> None:
-    """Show the size of fetched models and compiled programs, or delete them."""
+    """Show or delete fetched models and compiled programs.
+
+    Both are made or fetched again when they are needed.
+    """
     if yes and clear is None:
         raise typer.BadParameter("--yes goes with --clear")
     if clear is None:

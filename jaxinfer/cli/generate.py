@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import sys
 from typing import Annotated, Any
 
 import typer
@@ -82,7 +83,7 @@ def run(
 
 def _read_stdin() -> str:
     try:
-        text = typer.get_binary_stream("stdin").read().decode("utf-8")
+        text = sys.stdin.buffer.read().decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"standard input is not UTF-8 text: byte {error.start} is wrong") from None
     return text.removesuffix("\n")
