@@ -5,25 +5,28 @@ Nothing here imports jax at the top of a file, so that `--help` and wrong usage 
 
 import typer
 
-from jaxinfer.cli import cache, chat, fetch, generate, info
+from jaxinfer.cli import cache, chat, fetch, generate, info, plan, simulate
 from jaxinfer.cli.command import SectionedHelp
 
 # Plain help and errors instead of typer's panels: they survive pipes and narrow terminals.
 app = typer.Typer(
-    help="Run language models in JAX: generate, chat, and look after models and caches.",
+    help="Run language models in JAX.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for name, module in {
+COMMANDS = {
     "generate": generate,
     "chat": chat,
     "fetch": fetch,
     "info": info,
+    "plan": plan,
+    "simulate": simulate,
     "cache": cache,
-}.items():
+}
+for name, module in COMMANDS.items():
     app.command(name, cls=SectionedHelp)(module.run)
 
 
