@@ -81,13 +81,13 @@ def apply_rope(x: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
 
 def project_heads(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
     """Project x [T, D] to heads by a weight leaf [heads, H, D]: [T, heads, H]. bias: f32[heads, H]."""
-    out = quantization.einsum("td,nhd->tnh", x, weight)
+    out = quantization.project(x, weight)
     return out if bias is None else (out + bias).astype(x.dtype)
 
 
 def merge_heads(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
     """Project heads x [T, N, H] by a weight leaf [D, N, H]: [T, D]. bias: f32[D] or None."""
-    out = quantization.einsum("tnh,dnh->td", x, weight)
+    out = quantization.project(x, weight, in_axes=2)
     return out if bias is None else (out + bias).astype(x.dtype)
 
 
@@ -99,5 +99,5 @@ def gated_mlp(x: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> 
       gate, up: weight leaves [F, D].
       down: weight leaf [D, F].
     """
-    hidden = jax.nn.silu(quantization.einsum("td,fd->tf", x, gate)) * quantization.einsum("td,fd->tf", x, up)
-    return quantization.einsum("tf,df->td", hidden, down)
+    hidden = jax.nn.silu(quantization.project(x, gate)) * quantization.project(x, up)
+    return quantization.project(hidden, down)

@@ -1,26 +1,39 @@
 """Weight leaves and the two operations that read them.
 
-A weight leaf is a plain array today. Every product with a weight goes through `einsum` and every
-embedding lookup through `take`, so that a new weight form is a new leaf type handled here alone.
+A weight leaf is a plain array today. Every product with a weight goes through `project` and every embedding
+lookup through `take`, so that a new weight form is a new leaf type handled here alone.
 """
+
+import math
 
 import jax
 import jax.numpy as jnp
 
 
-def einsum(
-    spec: str, x: jax.Array, weight: jax.Array, *, out_dtype: jax.typing.DTypeLike | None = None
+def project(
+    x: jax.Array, weight: jax.Array, *, in_axes: int = 1, out_dtype: jax.typing.DTypeLike | None = None
 ) -> jax.Array:
-    """`jnp.einsum(spec, x, weight)` accumulated in float32.
+    """Contract the last `in_axes` axes of x with the last `in_axes` axes of a weight leaf, in float32.
 
     Args:
-      spec: an einsum string with two operands, the weight second.
-      x: activations.
-      weight: a weight leaf, stored as published, `[out, in]`.
-      out_dtype: dtype of the result; None keeps that of `x`.
+      x: activations [..., *in].
+      weight: a leaf stored as published, output axes first: [*out, *in].
+      in_axes: how many axes are contracted.
+      out_dtype: of the result; None keeps that of `x`.
+
+    Returns:
+      [..., *out].
     """
-    out = jnp.einsum(spec, x, weight.astype(x.dtype), preferred_element_type=jnp.float32)
-    return out.astype(out_dtype or x.dtype)
+    leading, out, inner = x.shape[:-in_axes], weight.shape[:-in_axes], weight.shape[-in_axes:]
+    # One plain matrix product: XLA's CPU backend copies a weight of three axes into another layout at each call.
+    size = math.prod(inner)
+    result = jax.lax.dot_general(
+        x.reshape(-1, size),
+        weight.reshape(-1, size).astype(x.dtype),
+        (((1,), (1,)), ((), ())),
+        preferred_element_type=jnp.float32,
+    )
+    return result.astype(out_dtype or x.dtype).reshape(*leading, *out)
 
 
 def take(weight: jax.Array, ids: jax.Array) -> jax.Array:

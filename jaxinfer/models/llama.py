@@ -213,4 +213,4 @@ def _layer(config: Config, spec: KVCacheSpec, w: LayerWeights, x, pages, scales,
 def unembed(config: Config, weights: Weights, x: jax.Array) -> jax.Array:
     """Logits f32[B, V] of hidden states x [B, D]."""
     table = weights.embed if config.tie_word_embeddings else weights.unembed
-    return quantization.einsum("bd,vd->bv", x, table, out_dtype=jnp.float32)
+    return quantization.project(x, table, out_dtype=jnp.float32)
