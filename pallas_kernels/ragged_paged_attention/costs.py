@@ -8,8 +8,8 @@ import jax
 import numpy as np
 from jax.experimental import pallas as pl
 
-from pallas_kernels.ragged_paged_attention.tpu_kernel import LANES, Static
-from pallas_kernels.ragged_paged_attention.tpu_schedule import EDGE, Item, cdiv, item_of, tile_of
+from pallas_kernels.ragged_paged_attention.tpu_kernel import Static
+from pallas_kernels.ragged_paged_attention.tpu_schedule import LANES, Item, cdiv, item_of, tile_of
 
 
 class Cost(NamedTuple):
@@ -87,8 +87,8 @@ def _row(static: Static, q_len: int, kv_len: int) -> Cost:
     item = Item(*(np.broadcast_to(field, block.shape)[:, None, None] for field in items))
     part = tile_of(item, fetch, tile, blocks, page_size, window)
     runs = (fetch < item.num_fetches) & (tile * blocks.q_tile < item.q_end - item.q_start)
-    before = np.maximum(np.minimum(part.interior, part.end) - part.start, 0) // EDGE
-    after = np.maximum(part.end - part.rest, 0) // EDGE
-    columns = (before + after) * EDGE + part.num_interior * blocks.kv_block
+    before = np.maximum(np.minimum(part.interior, part.end) - part.start, 0) // blocks.kv_edge
+    after = np.maximum(part.end - part.rest, 0) // blocks.kv_edge
+    columns = (before + after) * blocks.kv_edge + part.num_interior * blocks.kv_block
     scores = int((columns * runs).sum()) * static.tile_rows * static.num_kv_heads
     return Cost(moved, 4 * scores * static.width, scores * (1 if static.soft_cap is None else 2))

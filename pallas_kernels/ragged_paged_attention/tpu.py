@@ -15,8 +15,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.ragged_paged_attention import costs, tuning
-from pallas_kernels.ragged_paged_attention.tpu_kernel import LANES, Static, attention_kernel
-from pallas_kernels.ragged_paged_attention.tpu_schedule import EDGE, Blocks
+from pallas_kernels.ragged_paged_attention.tpu_kernel import Static, attention_kernel
+from pallas_kernels.ragged_paged_attention.tpu_schedule import LANES, Blocks
 
 SMEM_BYTES = 1 << 20  # scalar memory of every TPU core so far
 SMEM_RESERVED_BYTES = 32 << 10  # what the compiler keeps for itself, with room to spare
@@ -120,9 +120,9 @@ def _refuse(q: jax.Array, kv_pages: jax.Array, page_table: jax.Array) -> None:
             f"page_size is {page_size} but {dtype.name} pages on TPU need a multiple of {tile}; "
             "or use implementation 'xla'"
         )
-    if max(page_size, EDGE) % min(page_size, EDGE):
+    if max(page_size, LANES) % min(page_size, LANES):
         raise NotImplementedError(
-            f"page_size is {page_size} but the TPU kernel needs a divisor or a multiple of {EDGE}; "
+            f"page_size is {page_size} but the TPU kernel needs a divisor or a multiple of {LANES}; "
             "or use implementation 'xla'"
         )
     num_rows, pages_per_row = page_table.shape

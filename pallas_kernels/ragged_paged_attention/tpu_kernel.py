@@ -16,10 +16,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.ragged_paged_attention import tpu_schedule as schedule
-from pallas_kernels.ragged_paged_attention.tpu_schedule import EDGE, Blocks
+from pallas_kernels.ragged_paged_attention.tpu_schedule import LANES, Blocks
 
 MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)  # finite: a tile may see nothing in its first block
-LANES = 128
 COPY_TOKENS = 16  # of q and out per copy
 
 
@@ -56,6 +55,11 @@ class Static:
     @property
     def tile_rows(self) -> int:
         return schedule.cdiv(self.blocks.q_tile * self.group, 8) * 8
+
+    @property
+    def heads_at_once(self) -> int:
+        """kv heads whose blocks are computed side by side: a decode tile alone is too small to hide latencies."""
+        return next(n for n in range(8, 0, -1) if self.num_kv_heads % n == 0) if self.is_decode else 1
 
     @property
     def width(self) -> int:
@@ -212,80 +216,93 @@ def attention_kernel(
             part = schedule.tile_of(item, fetch, tile, blocks, page_size, window)
             base = item.page_start * page_size + fetch * blocks.kv_fetch
 
-            def compute_head(head, carry):
+            def compute_heads(i, carry):
+                heads_now = [i * static.heads_at_once + n for n in range(static.heads_at_once)]
+
                 def interior(i, carry):
                     offset = part.interior + i * blocks.kv_block
-                    attend(item, base, head, tile, offset, blocks.kv_block, slot, masked=False)
+                    attend(item, base, heads_now, tile, offset, blocks.kv_block, slot, masked=False)
                     return carry
 
-                def edge(offset, carry):
-                    attend(item, base, head, tile, offset, EDGE, slot, masked=True)
-                    return carry
+                def edges(begin, end):
+                    def edge(i, carry):
+                        offset = begin + i * blocks.kv_edge
+                        attend(item, base, heads_now, tile, offset, blocks.kv_edge, slot, masked=True)
+                        return carry
+
+                    lax.fori_loop(0, (end - begin) // blocks.kv_edge, edge, 0)
 
                 if window is not None:
-                    stop = jnp.minimum(part.interior, part.end)
-                    lax.fori_loop(
-                        0, (stop - part.start) // EDGE, lambda i, c: edge(part.start + i * EDGE, c), 0
-                    )
+                    edges(part.start, jnp.minimum(part.interior, part.end))
                 lax.fori_loop(0, part.num_interior, interior, 0)
-                lax.fori_loop(
-                    0, (part.end - part.rest) // EDGE, lambda i, c: edge(part.rest + i * EDGE, c), 0
-                )
+                edges(part.rest, part.end)
                 return carry
 
-            return lax.fori_loop(0, static.num_kv_heads, compute_head, carry)
+            return lax.fori_loop(0, static.num_kv_heads // static.heads_at_once, compute_heads, carry)
 
         lax.fori_loop(0, tiles_in(item), compute_tile, 0)
 
-    def attend(item, base, head, tile, offset, size, slot, *, masked):
-        """One block of the online softmax: R query rows x `size` kv tokens of one head."""
-        offset = pl.multiple_of(offset, EDGE)
-        queries = folded_q[head, tile].astype(static.compute_dtype)  # [R, W]
-        kv = kv_buf[slot, head, pl.ds(offset, size), :]  # [size, 2H]
-        kv = kv.astype(static.compute_dtype)
-        if masked and jnp.issubdtype(static.kv_dtype, jnp.floating):
-            # what no query sees may be NaN, and 0 x NaN is NaN
-            places = base + offset + lax.broadcasted_iota(jnp.int32, kv.shape, 0)
-            seen = (places >= item.kv_start) & (places < item.q_end)
-            kv = jnp.where(seen, kv, jnp.zeros_like(kv))
-        k, v = (kv, kv) if static.width != head_dim else (kv[:, :head_dim], kv[:, head_dim:])
-        scores = _dot(queries, k, 1)  # f32[R, size]
-        scales = block_scales(head, offset, size, slot) if static.quantized else None  # f32[2, size]
-        scores = scores * (static.sm_scale if scales is None else scales[0:1] * static.sm_scale)
-        if static.soft_cap is not None:
-            scores = static.soft_cap * jnp.tanh(scores / static.soft_cap)
-        if masked:
-            kv_at = base + offset + lax.broadcasted_iota(jnp.int32, (1, size), 1)
-            row = lax.broadcasted_iota(jnp.int32, (static.tile_rows, 1), 0)
-            token = row // group if static.is_decode else row % q_tile
-            q_at = item.q_start + tile * q_tile + token
-            seen = kv_at <= q_at
-            if window is not None:
-                seen &= kv_at > q_at - window
-            scores = jnp.where(seen, scores, MASKED)
-        old_peak = peak[head, tile][:, :1]  # f32[R, 1]
-        new_peak = jnp.maximum(old_peak, scores.max(axis=1, keepdims=True))
-        weights = jnp.exp(scores - new_peak)  # f32[R, size]
-        decay = jnp.exp(old_peak - new_peak)
-        new_total = decay * total[head, tile][:, :1] + weights.sum(axis=1, keepdims=True)
-        if scales is not None:
-            v_scale = scales[1:2]
-            if masked:
-                kv_at = base + offset + lax.broadcasted_iota(jnp.int32, (1, size), 1)
-                v_scale = jnp.where((kv_at >= item.kv_start) & (kv_at < item.q_end), v_scale, 0.0)
-            weights = weights * v_scale
-        acc[head, tile] = decay * acc[head, tile] + _dot(weights.astype(static.compute_dtype), v, 0)
-        state = (static.tile_rows, LANES)
-        peak[head, tile] = jnp.broadcast_to(new_peak, state)
-        total[head, tile] = jnp.broadcast_to(new_total, state)
+    def attend(item, base, heads_now, tile, offset, size, slot, *, masked):
+        """One block of the online softmax for some kv heads: R query rows x `size` kv tokens of each. In stages, so
+        that the heads' products and reductions overlap."""
+        offset = pl.multiple_of(offset, blocks.kv_edge)
+        float_pages = jnp.issubdtype(static.kv_dtype, jnp.floating)
+        kv_at = base + offset + lax.broadcasted_iota(jnp.int32, (1, size), 1)
+        row = lax.broadcasted_iota(jnp.int32, (static.tile_rows, 1), 0)
+        q_at = item.q_start + tile * q_tile + (row // group if static.is_decode else row % q_tile)
+        visible = kv_at <= q_at  # [R, size]
+        if window is not None:
+            visible &= kv_at > q_at - window
+
+        def seen(places):
+            """Whether any query of the item sees them: else K, V or their scales may be NaN, and 0 x NaN is NaN."""
+            return (places >= item.kv_start) & (places < item.q_end)
+
+        def load_kv(head):
+            kv = kv_buf[slot, head, pl.ds(offset, size), :].astype(static.compute_dtype)  # [size, 2H]
+            if masked and float_pages:
+                places = base + offset + lax.broadcasted_iota(jnp.int32, kv.shape, 0)
+                kv = jnp.where(seen(places), kv, jnp.zeros_like(kv))
+            return (kv, kv) if static.width != head_dim else (kv[:, :head_dim], kv[:, head_dim:])
+
+        def score(head, k, scales):
+            scores = _dot(folded_q[head, tile].astype(static.compute_dtype), k, 1)  # f32[R, size]
+            scores = scores * (static.sm_scale if scales is None else scales[0:1] * static.sm_scale)
+            if static.soft_cap is not None:
+                scores = static.soft_cap * jnp.tanh(scores / static.soft_cap)
+            return jnp.where(visible, scores, MASKED) if masked else scores
+
+        def weigh(head, scores):
+            """f32[R, size] weights, and the factor f32[R, 1] on what was summed before; updates peak and total."""
+            old_peak = peak[head, tile][:, :1]
+            new_peak = jnp.maximum(old_peak, scores.max(axis=1, keepdims=True))
+            weights, decay = jnp.exp(scores - new_peak), jnp.exp(old_peak - new_peak)
+            new_total = decay * total[head, tile][:, :1] + weights.sum(axis=1, keepdims=True)
+            peak[head, tile] = jnp.broadcast_to(new_peak, peak.shape[2:])
+            total[head, tile] = jnp.broadcast_to(new_total, total.shape[2:])
+            return weights, decay
+
+        def accumulate(head, weights, decay, v, scales):
+            if scales is not None:
+                weights = weights * (jnp.where(seen(kv_at), scales[1:2], 0.0) if masked else scales[1:2])
+            acc[head, tile] = decay * acc[head, tile] + _dot(weights.astype(static.compute_dtype), v, 0)
+
+        kvs = [load_kv(head) for head in heads_now]
+        scales = [block_scales(head, offset, size, slot) if static.quantized else None for head in heads_now]
+        scores = [score(*args) for args in zip(heads_now, [k for k, _ in kvs], scales, strict=True)]
+        weighed = [weigh(*args) for args in zip(heads_now, scores, strict=True)]
+        for head, (weights, decay), (_, v), scale in zip(heads_now, weighed, kvs, scales, strict=True):
+            accumulate(head, weights, decay, v, scale)
 
     def block_scales(head, offset, size, slot):
         """f32[2, size]: K's and V's scales of a block, from the pages that it lies in."""
-        piece = min(page_size, EDGE)
+        piece = min(page_size, LANES)
         pieces = []
         for start in range(0, size, piece):
             place = offset + start
-            lanes = slice(None) if page_size <= EDGE else pl.ds(pl.multiple_of(place % page_size, EDGE), EDGE)
+            lanes = (
+                slice(None) if page_size <= LANES else pl.ds(pl.multiple_of(place % page_size, LANES), LANES)
+            )
             pieces.append(scale_buf[slot, place // page_size, head, :, lanes])
         return jnp.concatenate(pieces, axis=1) if len(pieces) > 1 else pieces[0]
 

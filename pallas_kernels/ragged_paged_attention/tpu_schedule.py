@@ -3,7 +3,7 @@ numpy arrays, so that what is counted is what runs.
 
 Three nested steps. An item is a block of one row's query tokens. It fetches its kv pages `kv_fetch` tokens at a
 time. In each fetch, every tile of `q_tile` query tokens computes first with interior blocks of `kv_block` kv
-tokens, which all its queries see whole and which need no mask, and with masked edge blocks of EDGE tokens on
+tokens, which all its queries see whole and which need no mask, and with masked edge blocks of edge tokens on
 either side.
 """
 
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-EDGE = 128  # kv tokens of a masked block: one register of lanes
+LANES = 128  # of a vector register
 
 
 class Blocks(NamedTuple):
@@ -21,8 +21,9 @@ class Blocks(NamedTuple):
 
     q_block: int  # query tokens of one item, a power of two
     q_tile: int  # query tokens computed with at once; divides q_block
-    kv_fetch: int  # kv tokens fetched at once; a multiple of page_size and EDGE
-    kv_block: int  # kv tokens of an interior block; a multiple of EDGE, at most kv_fetch
+    kv_fetch: int  # kv tokens fetched at once; a multiple of page_size and kv_edge
+    kv_block: int  # kv tokens of an interior block; a multiple of kv_edge, at most kv_fetch
+    kv_edge: int  # kv tokens of an edge block; a multiple of LANES
 
 
 class Item(NamedTuple):
@@ -66,15 +67,16 @@ def tile_of(
     item: Item, fetch: Any, tile: Any, blocks: Blocks, page_size: int, sliding_window: int | None
 ) -> Tile:
     """What the `tile`-th tile of an item computes with in its `fetch`-th fetch."""
+    edge = blocks.kv_edge
     base = item.page_start * page_size + fetch * blocks.kv_fetch  # position of the buffer's first token
     first = item.q_start + tile * blocks.q_tile  # positions of the tile's first and last query
     last = _min(first + blocks.q_tile, item.q_end) - 1
-    end = _min(cdiv(last + 1 - base, EDGE) * EDGE, blocks.kv_fetch)
-    interior_end = _min(first + 1 - base, blocks.kv_fetch) // EDGE * EDGE  # all queries see what is before it
+    end = _min(cdiv(last + 1 - base, edge) * edge, blocks.kv_fetch)
+    interior_end = _min(first + 1 - base, blocks.kv_fetch) // edge * edge  # all queries see what is before it
     start = interior = base * 0
     if sliding_window is not None:
-        start = _max(first - sliding_window + 1 - base, 0) // EDGE * EDGE
-        interior = cdiv(_max(last - sliding_window + 1 - base, 0), EDGE) * EDGE
+        start = _max(first - sliding_window + 1 - base, 0) // edge * edge
+        interior = cdiv(_max(last - sliding_window + 1 - base, 0), edge) * edge
     num_interior = _max(interior_end - interior, 0) // blocks.kv_block
     interior = interior * (num_interior > 0) + start * (num_interior == 0)
     return Tile(start, interior, num_interior, interior + num_interior * blocks.kv_block, end)

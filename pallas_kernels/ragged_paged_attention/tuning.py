@@ -1,10 +1,11 @@
 """Block sizes of the TPU kernel by a rule from shapes."""
 
+import math
 from typing import Any
 
 import jax
 
-from pallas_kernels.ragged_paged_attention.tpu_schedule import EDGE, Blocks, cdiv
+from pallas_kernels.ragged_paged_attention.tpu_schedule import LANES, Blocks, cdiv
 
 DECODE_MAX_Q_LEN = 16  # rows of up to so many query tokens take the decode path
 FETCH_BYTES = (
@@ -20,7 +21,9 @@ def decode_blocks(page_size: int, num_kv_heads: int, head_dim: int, kv_dtype: An
     q_tokens = 1
     while q_tokens < min(max_q_len, DECODE_MAX_Q_LEN):
         q_tokens *= 2
-    return Blocks(q_tokens, q_tokens, kv_fetch, min(512, kv_fetch // EDGE * EDGE))
+    # one masked block at a row's end: its latency counts, not its FLOPs
+    kv_block = math.gcd(kv_fetch, 1024 if num_kv_heads <= 2 else 512)
+    return Blocks(q_tokens, q_tokens, kv_fetch, kv_block, kv_block)
 
 
 def prefill_blocks(
@@ -34,12 +37,12 @@ def prefill_blocks(
     q_block = q_tile
     while q_block < min(max_q_len, PREFILL_Q_BLOCK) and 2 * q_block * num_q_heads <= 32 * PREFILL_Q_BLOCK:
         q_block *= 2
-    return Blocks(q_block, q_tile, kv_fetch, min(512, kv_fetch))
+    return Blocks(q_block, q_tile, kv_fetch, min(512, kv_fetch), LANES)  # short edges: FLOPs count
 
 
 def _kv_fetch(page_size: int, num_kv_heads: int, head_dim: int, kv_dtype: Any) -> int:
-    """Up to 1,024 tokens, as many as FETCH_BYTES hold, at least EDGE; whole pages and whole EDGEs."""
-    lanes = cdiv(2 * head_dim, 128) * 128
+    """Up to 1,024 tokens, as many as FETCH_BYTES hold, at least LANES; whole pages and whole LANES."""
+    lanes = cdiv(2 * head_dim, LANES) * LANES
     token_bytes = num_kv_heads * lanes * jax.dtypes.itemsize_bits(kv_dtype) // 8
-    step = max(page_size, EDGE)
+    step = max(page_size, LANES)
     return max(min(FETCH_BYTES // token_bytes, 1024) // step, 1) * step

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.ragged_paged_attention import costs, tpu
-from pallas_kernels.ragged_paged_attention.tpu_schedule import EDGE, Blocks, cdiv, item_of, tile_of
+from pallas_kernels.ragged_paged_attention.tpu_schedule import Blocks, cdiv, item_of, tile_of
 
 LLAMA3_8B = (
     jax.ShapeDtypeStruct((1, 32, 128), jnp.bfloat16),  # q
@@ -14,14 +14,15 @@ LLAMA3_8B = (
 )
 
 
+@pytest.mark.parametrize("kv_edge", [128, 256])
 @pytest.mark.parametrize("sliding_window", [None, 1, 50, 300])
 @pytest.mark.parametrize("page_size", [16, 256])
 @pytest.mark.parametrize(("q_len", "kv_len"), [(1, 1), (1, 900), (40, 40), (37, 771), (300, 513), (512, 512)])
 def test_every_visible_pair_is_computed_once_and_interior_blocks_need_no_mask(
-    q_len, kv_len, page_size, sliding_window
+    q_len, kv_len, page_size, sliding_window, kv_edge
 ):
     """Against the causal mask written out; also that no page is fetched of which nothing is seen."""
-    blocks = Blocks(q_block=64, q_tile=16, kv_fetch=512, kv_block=256)
+    blocks = Blocks(q_block=64, q_tile=16, kv_fetch=512, kv_block=256, kv_edge=kv_edge)
     queries, keys = np.arange(kv_len - q_len, kv_len)[:, None], np.arange(kv_len + 2 * 512)[None, :]
     visible = keys <= queries
     if sliding_window is not None:
@@ -43,10 +44,10 @@ def test_every_visible_pair_is_computed_once_and_interior_blocks_need_no_mask(
                     assert visible[rows, start : start + blocks.kv_block].all()
                     covered[rows, start : start + blocks.kv_block] += 1
                 stop = min(part.interior, part.end)
-                edges = [*range(part.start, stop, EDGE), *range(part.rest, part.end, EDGE)]
+                edges = [*range(part.start, stop, kv_edge), *range(part.rest, part.end, kv_edge)]
                 for offset in edges:
-                    assert 0 <= offset <= blocks.kv_fetch - EDGE
-                    covered[rows, base + offset : base + offset + EDGE] += 1
+                    assert 0 <= offset <= blocks.kv_fetch - kv_edge
+                    covered[rows, base + offset : base + offset + kv_edge] += 1
     assert (covered[visible] == 1).all()
     assert covered.max() == 1
 

@@ -15,7 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.ragged_paged_attention import reference, tpu
 from pallas_kernels.ragged_paged_attention.cases import CASES, CASES_BY_NAME, Case, make_inputs
-from pallas_kernels.ragged_paged_attention.tpu_schedule import EDGE, Blocks
+from pallas_kernels.ragged_paged_attention.tpu_schedule import LANES, Blocks
 
 SIMULATOR = pltpu.InterpretParams(detect_races=True, dma_execution_mode="on_wait", uninitialized_memory="nan")
 SMALLEST_PAGE = {"int8": 32, "int4": 64, "float8_e4m3fn": 32}  # whole tiles
@@ -24,8 +24,8 @@ FAST = ("smollm2_decode_one", "gemma3_decode_window", "decode_int4")  # the rest
 
 # Blocks so small that short rows take several items, tiles, fetches, interior and edge blocks.
 SMALL_BLOCKS = {
-    "decode_blocks": Blocks(q_block=16, q_tile=16, kv_fetch=256, kv_block=128),
-    "prefill_blocks": Blocks(q_block=32, q_tile=16, kv_fetch=128, kv_block=128),
+    "decode_blocks": Blocks(q_block=16, q_tile=16, kv_fetch=256, kv_block=128, kv_edge=128),
+    "prefill_blocks": Blocks(q_block=32, q_tile=16, kv_fetch=128, kv_block=128, kv_edge=128),
 }
 _MULTI = {
     "q_lens": (1, 1, 3, 40),
@@ -117,7 +117,7 @@ def test_pages_that_no_row_needs_are_not_fetched():
             1,
             "page_size is 16 but int8 pages on TPU need a multiple of 32",
         ),
-        ({"page_size": 48}, 1, f"page_size is 48 .* a divisor or a multiple of {EDGE}"),
+        ({"page_size": 48}, 1, f"page_size is 48 .* a divisor or a multiple of {LANES}"),
         ({"dtype": "float16"}, 1, "q is float16.*use bfloat16"),
         ({}, 300_000, "page_table of 300001 rows x .* need .* bytes of scalar memory but 1015808 are free"),
     ],
