@@ -1,7 +1,7 @@
 """ragged_paged_attention for TPU (Pallas Mosaic): a decode and a prefill path over one kernel body.
 
 `tpu_kernel.py` is the body, `tpu_schedule.py` what it fetches and computes, `tuning.py` the block sizes,
-`costs.py` the count of bytes and FLOPs. Rows of at most 16 query tokens take the decode path (all their queries at
+`tpu_costs.py` the count of bytes and FLOPs. Rows of at most 16 query tokens take the decode path (all their queries at
 once, pages streamed past them), longer ones the prefill path (blocks of queries); a program for max_q_len > 16 is
 two kernel calls, of which the second writes into the first's output.
 """
@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.ragged_paged_attention import costs, tuning
-from pallas_kernels.ragged_paged_attention.tpu_kernel import Static, attention_kernel
-from pallas_kernels.ragged_paged_attention.tpu_schedule import LANES, Blocks
+from pallas_kernels.ragged_paged_attention import tpu_costs, tuning
+from pallas_kernels.ragged_paged_attention.tpu_kernel import attention_kernel
+from pallas_kernels.ragged_paged_attention.tpu_schedule import LANES, Blocks, Static
 
 SMEM_BYTES = 1 << 20  # scalar memory of every TPU core so far
 SMEM_RESERVED_BYTES = 32 << 10  # what the compiler keeps for itself, with room to spare
@@ -210,7 +210,7 @@ def _call(
         compiler_params=pltpu.CompilerParams(
             vmem_limit_bytes=sum(_padded_bytes(*buffer) for buffer in buffers) + VMEM_SLACK_BYTES
         ),
-        cost_estimate=costs.estimate(static, q.shape[0], scalars[1].size, max_kv_len),
+        cost_estimate=tpu_costs.estimate(static, q.shape[0], scalars[1].size, max_kv_len),
         name="ragged_paged_attention_" + ("decode" if static.is_decode else "prefill"),
     )(*(x for x in operands if x is not None))
     return outputs[0], outputs[1] if static.return_lse else None

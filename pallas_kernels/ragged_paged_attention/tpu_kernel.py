@@ -6,9 +6,6 @@ tokens are neighbours. W is H where H is a whole number of lane registers; else 
 that K and V need not be cut apart: then q x [K|V] is q x K, and the lanes of p x [K|V] from H on are p x V.
 """
 
-import dataclasses
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -16,54 +13,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.ragged_paged_attention import tpu_schedule as schedule
-from pallas_kernels.ragged_paged_attention.tpu_schedule import LANES, Blocks
+from pallas_kernels.ragged_paged_attention.tpu_schedule import LANES, Static
 
 MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)  # finite: a tile may see nothing in its first block
 COPY_TOKENS = 16  # of q and out per copy
-
-
-@dataclasses.dataclass(frozen=True)
-class Static:
-    """Everything that the kernel is compiled for."""
-
-    is_decode: bool  # the path
-    max_q_len: int  # rows with more query tokens are the other path's
-    blocks: Blocks
-    num_q_heads: int
-    num_kv_heads: int
-    head_dim: int
-    page_size: int
-    compute_dtype: Any  # q's, and that of both products' inputs
-    kv_dtype: Any
-    sm_scale: float
-    sliding_window: int | None
-    soft_cap: float | None
-    return_lse: bool
-
-    @property
-    def quantized(self) -> bool:
-        return jax.dtypes.itemsize_bits(self.kv_dtype) <= 8
-
-    @property
-    def group(self) -> int:
-        return self.num_q_heads // self.num_kv_heads
-
-    @property
-    def num_tiles(self) -> int:
-        return self.blocks.q_block // self.blocks.q_tile
-
-    @property
-    def tile_rows(self) -> int:
-        return schedule.cdiv(self.blocks.q_tile * self.group, 8) * 8
-
-    @property
-    def heads_at_once(self) -> int:
-        """kv heads whose blocks are computed side by side: a decode tile alone is too small to hide latencies."""
-        return next(n for n in range(8, 0, -1) if self.num_kv_heads % n == 0) if self.is_decode else 1
-
-    @property
-    def width(self) -> int:
-        return self.head_dim if self.head_dim % LANES == 0 else 2 * self.head_dim
 
 
 def attention_kernel(

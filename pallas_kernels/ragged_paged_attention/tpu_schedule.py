@@ -1,5 +1,5 @@
-"""What the TPU kernel fetches and computes, as arithmetic: used by the kernel on scalars and by `costs` on
-numpy arrays, so that what is counted is what runs.
+"""What the TPU kernel is compiled for, and what it fetches and computes, as arithmetic: used by the kernel on scalars
+and by `tpu_costs` on numpy arrays, so that what is counted is what runs.
 
 Three nested steps. An item is a block of one row's query tokens. It fetches its kv pages `kv_fetch` tokens at a
 time. In each fetch, every tile of `q_tile` query tokens computes first with interior blocks of `kv_block` kv
@@ -7,6 +7,7 @@ tokens, which all its queries see whole and which need no mask, and with masked 
 either side.
 """
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -24,6 +25,50 @@ class Blocks(NamedTuple):
     kv_fetch: int  # kv tokens fetched at once; a multiple of page_size and kv_edge
     kv_block: int  # kv tokens of an interior block; a multiple of kv_edge, at most kv_fetch
     kv_edge: int  # kv tokens of an edge block; a multiple of LANES
+
+
+@dataclasses.dataclass(frozen=True)
+class Static:
+    """Everything that the kernel is compiled for."""
+
+    is_decode: bool  # the path
+    max_q_len: int  # rows with more query tokens are the other path's
+    blocks: Blocks
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    compute_dtype: Any  # q's, and that of both products' inputs
+    kv_dtype: Any
+    sm_scale: float
+    sliding_window: int | None
+    soft_cap: float | None
+    return_lse: bool
+
+    @property
+    def quantized(self) -> bool:
+        return jax.dtypes.itemsize_bits(self.kv_dtype) <= 8
+
+    @property
+    def group(self) -> int:
+        return self.num_q_heads // self.num_kv_heads
+
+    @property
+    def num_tiles(self) -> int:
+        return self.blocks.q_block // self.blocks.q_tile
+
+    @property
+    def tile_rows(self) -> int:
+        return cdiv(self.blocks.q_tile * self.group, 8) * 8
+
+    @property
+    def heads_at_once(self) -> int:
+        """kv heads whose blocks are computed side by side: a decode tile alone is too small to hide latencies."""
+        return next(n for n in range(8, 0, -1) if self.num_kv_heads % n == 0) if self.is_decode else 1
+
+    @property
+    def width(self) -> int:
+        return self.head_dim if self.head_dim % LANES == 0 else 2 * self.head_dim
 
 
 class Item(NamedTuple):

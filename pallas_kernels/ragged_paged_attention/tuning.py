@@ -1,4 +1,8 @@
-"""Block sizes of the TPU kernel by a rule from shapes."""
+"""Block sizes of the TPU kernel by a rule from shapes.
+
+The rule rests on counted bytes and FLOPs (`tpu_costs`), not on measurements: nothing here has run on a TPU yet. A
+device kind whose measurements disagree gets a table here, before the rule.
+"""
 
 import math
 from typing import Any
@@ -8,9 +12,7 @@ import jax
 from pallas_kernels.ragged_paged_attention.tpu_schedule import LANES, Blocks, cdiv
 
 DECODE_MAX_Q_LEN = 16  # rows of up to so many query tokens take the decode path
-FETCH_BYTES = (
-    2 << 20
-)  # of one of the two kv buffers: long enough to hide a copy's start, far below 64 MiB VMEM
+FETCH_BYTES = 2 << 20  # of one of the two kv buffers: hides a copy's start, far below 64 MiB of VMEM
 PREFILL_TILE_ROWS = 128  # query tokens x group size of one tile: fills the matrix unit, keeps edges short
 PREFILL_Q_BLOCK = 256  # kv read once per so many queries: past v6e's 574 FLOPs per byte for G >= 4
 

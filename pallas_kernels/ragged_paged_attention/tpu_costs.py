@@ -8,8 +8,7 @@ import jax
 import numpy as np
 from jax.experimental import pallas as pl
 
-from pallas_kernels.ragged_paged_attention.tpu_kernel import Static
-from pallas_kernels.ragged_paged_attention.tpu_schedule import LANES, Item, cdiv, item_of, tile_of
+from pallas_kernels.ragged_paged_attention.tpu_schedule import LANES, Item, Static, cdiv, item_of, tile_of
 
 
 class Cost(NamedTuple):
