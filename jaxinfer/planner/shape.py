@@ -43,7 +43,7 @@ class Leaf:
 
     group: str  # projections | mlp | embedding | head | norms
     size: int  # elements
-    num_outputs: int  # rows of the matrix, as published [out, in]
+    num_outputs: int  # rows of the matrix, as published [out, in]; 0 for norms and biases
     dtype: str
     per_kv_head: bool  # grows with K
 
@@ -97,8 +97,8 @@ class ModelShape:
         return sum(leaf.size for leaf in self.leaves)
 
     def params(self, group: str) -> int:
-        """Elements of the matrices of a group."""
-        return sum(leaf.size for leaf in self.leaves if leaf.group == group)
+        """Elements of the matrices of a group: each costs two FLOPs per token. Biases and norms are left out."""
+        return sum(leaf.size for leaf in self.leaves if leaf.group == group and leaf.num_outputs)
 
     def weights_bytes(self, group: str | None = None, quantize: str | None = None) -> int:
         """Bytes of a group of weights, or of all. Without `quantize` this is what the engine allocates."""
@@ -226,7 +226,6 @@ def _axes(tree: Any) -> dict[str, tuple[str, ...]]:
 
 
 def _leaf(name: str, struct: jax.ShapeDtypeStruct, axes: tuple[str, ...]) -> Leaf:
-    """num_outputs is 0 for what is no matrix (norms, biases): it is never quantized."""
     kv = "kv_heads" in axes
     if "vocab" in axes:
         group = "embedding" if name == "embed" else "head"

@@ -131,8 +131,8 @@ def pages_that_fit(plan: Plan) -> int:
     pages = min((memory.left_bytes + memory.pool_bytes) // page_bytes, memory.num_pages)
     if pages < 2:
         raise ValueError(
-            f"beside weights and temporaries {memory.left_bytes + memory.pool_bytes} bytes are left for pages of "
-            f"{page_bytes}; take more chips, fewer rows or a smaller model"
+            f"beside weights and temporaries {max(0, memory.left_bytes + memory.pool_bytes)} bytes are left for "
+            f"pages of {page_bytes}; take more chips, fewer rows or a smaller model"
         )
     return pages
 
