@@ -83,12 +83,9 @@ def static_of(
     """What one path is compiled for. Only shapes and dtypes of q and kv_pages are read."""
     _, num_q_heads, head_dim = q.shape
     _, num_kv_heads, page_size, _ = kv_pages.shape
-    if blocks is None and is_decode:
-        blocks = tuning.decode_blocks(page_size, num_kv_heads, head_dim, kv_pages.dtype, max_q_len)
-    elif blocks is None:
-        blocks = tuning.prefill_blocks(
-            page_size, num_q_heads, num_kv_heads, head_dim, kv_pages.dtype, max_q_len
-        )
+    if blocks is None:
+        rule = tuning.decode_blocks if is_decode else tuning.prefill_blocks
+        blocks = rule(page_size, num_q_heads, num_kv_heads, head_dim, kv_pages.dtype, max_q_len)
     return Static(
         is_decode=is_decode,
         max_q_len=min(max_q_len, tuning.DECODE_MAX_Q_LEN),

@@ -1,9 +1,9 @@
 """The body of the TPU kernel: one loop over (row, block of query tokens, fetch), a fetch ahead of the compute.
 
-Layouts of the state in vector memory, with R = rows of one tile (queries x group, padded to sublanes):
-decode path: one tile, row t * G + g; prefill path: tiles of q_tile tokens, row g * q_tile + t, so that a head's
-tokens are neighbours. W is H where H is a whole number of lane registers; else 2H, with q zero in V's lanes, so
-that K and V need not be cut apart: then q x [K|V] is q x K, and the lanes of p x [K|V] from H on are p x V.
+Layouts of the state in vector memory: R rows of one tile (its queries x group, padded to sublanes). Token t's head g is
+row t * G + g on the decode path, and row g * q_tile + t on the prefill path, where a head's tokens are neighbours. W is
+H where H is a whole number of lane registers; else 2H, with q zero in V's lanes, so that K and V need not be cut apart:
+then q x [K|V] is q x K, and the lanes of p x [K|V] from H on are p x V.
 """
 
 import jax
@@ -130,29 +130,27 @@ def attention_kernel(
 
     def fold_q(item, slot):
         """q_buf -> folded_q, and the start of the softmax."""
-        if static.is_decode:
-            for token in range(blocks.q_block):
-                heads[0] = q_buf[slot, token].astype(jnp.float32)
-                for head in range(static.num_kv_heads):
-                    rows = heads[0, head * group : (head + 1) * group, :]  # [G, H]
-                    folded_q[head, 0, token * group : (token + 1) * group, :head_dim] = rows.astype(
-                        folded_q.dtype
-                    )
-        else:
 
-            def fold_tile(tile, carry):
-                heads[...] = q_buf[slot, pl.ds(tile * q_tile, q_tile)].astype(jnp.float32)
+        def fold_tile(tile, carry):
+            heads[...] = q_buf[slot, pl.ds(tile * q_tile, q_tile)].astype(jnp.float32)
+            if static.is_decode:
+                for token in range(q_tile):
+                    for head in range(static.num_kv_heads):
+                        rows = slice(token * group, (token + 1) * group)
+                        some = heads[token, head * group : (head + 1) * group, :]  # f32[G, H]
+                        folded_q[head, tile, rows, :head_dim] = some.astype(folded_q.dtype)
+                return carry
 
-                def fold_head(head, carry):
-                    for g in range(group):
-                        rows = slice(g * q_tile, (g + 1) * q_tile)
-                        one = heads[:, head * group + g, :]  # f32[q_tile, H]
-                        folded_q[head, tile, rows, :head_dim] = one.astype(folded_q.dtype)
-                    return carry
+            def fold_head(head, carry):
+                for g in range(group):
+                    rows = slice(g * q_tile, (g + 1) * q_tile)
+                    one = heads[:, head * group + g, :]  # f32[q_tile, H]
+                    folded_q[head, tile, rows, :head_dim] = one.astype(folded_q.dtype)
+                return carry
 
-                return lax.fori_loop(0, static.num_kv_heads, fold_head, carry)
+            return lax.fori_loop(0, static.num_kv_heads, fold_head, carry)
 
-            lax.fori_loop(0, tiles_in(item), fold_tile, 0)
+        lax.fori_loop(0, tiles_in(item), fold_tile, 0)
         if sinks is None:
             peak[...] = jnp.full(peak.shape, MASKED, jnp.float32)
             total[...] = jnp.zeros(total.shape, jnp.float32)
@@ -259,40 +257,42 @@ def attention_kernel(
             pieces.append(scale_buf[slot, place // page_size, head, :, lanes])
         return jnp.concatenate(pieces, axis=1) if len(pieces) > 1 else pieces[0]
 
-    def lse_of(head, tile, rows):
-        return peak[head, tile, rows] + jnp.log(total[head, tile, rows])
-
     def finish(item, row, block, slot):
         """Divides by the softmax's denominator and sends the item's tokens out."""
         wait_for_out(slot)
 
-        if static.is_decode:
-            for token in range(blocks.q_block):
-                for head in range(static.num_kv_heads):
-                    rows = slice(token * group, (token + 1) * group)
-                    n = slice(head * group, (head + 1) * group)
-                    heads[0, n, :] = (acc[head, 0, rows] / total[head, 0, rows][:, :1])[:, v_lanes]
-                    if static.return_lse:
-                        lse_buf[slot, token, n, :] = lse_of(head, 0, rows)
-                out_buf[slot, token] = heads[0].astype(out_buf.dtype)
-        else:
+        def result(head, tile, rows):
+            """out f32[rows, H] and lse f32[rows, LANES] of some rows of a tile."""
+            denominator = total[head, tile, rows]
+            out_rows = (acc[head, tile, rows] / denominator[:, :1])[:, v_lanes]
+            return out_rows, peak[head, tile, rows] + jnp.log(denominator)
 
-            def finish_tile(tile, carry):
-                tokens = pl.ds(tile * q_tile, q_tile)
+        def finish_tile(tile, carry):
+            tokens = pl.ds(tile * q_tile, q_tile)
+            if static.is_decode:
+                for token in range(q_tile):
+                    for head in range(static.num_kv_heads):
+                        n = slice(head * group, (head + 1) * group)
+                        out_rows, lse_rows = result(head, tile, slice(token * group, (token + 1) * group))
+                        heads[token, n, :] = out_rows
+                        if static.return_lse:
+                            lse_buf[slot, tile * q_tile + token, n, :] = lse_rows
+            else:
 
                 def finish_head(head, carry):
                     for g in range(group):
-                        n, rows = head * group + g, slice(g * q_tile, (g + 1) * q_tile)
-                        heads[:, n, :] = (acc[head, tile, rows] / total[head, tile, rows][:, :1])[:, v_lanes]
+                        n = head * group + g
+                        out_rows, lse_rows = result(head, tile, slice(g * q_tile, (g + 1) * q_tile))
+                        heads[:, n, :] = out_rows
                         if static.return_lse:
-                            lse_buf[slot, tokens, n, :] = lse_of(head, tile, rows)
+                            lse_buf[slot, tokens, n, :] = lse_rows
                     return carry
 
                 lax.fori_loop(0, static.num_kv_heads, finish_head, 0)
-                out_buf[slot, tokens] = heads[...].astype(out_buf.dtype)
-                return carry
+            out_buf[slot, tokens] = heads[...].astype(out_buf.dtype)
+            return carry
 
-            lax.fori_loop(0, tiles_in(item), finish_tile, 0)
+        lax.fori_loop(0, tiles_in(item), finish_tile, 0)
         count = item.q_end - item.q_start
         leaving[slot] = count
         out_copies(cu_q_lens[row] + block * blocks.q_block, count, slot, start)

@@ -24,7 +24,7 @@ FAST = ("smollm2_decode_one", "gemma3_decode_window", "decode_int4")  # the rest
 
 # Blocks so small that short rows take several items, tiles, fetches, interior and edge blocks.
 SMALL_BLOCKS = {
-    "decode_blocks": Blocks(q_block=16, q_tile=16, kv_fetch=256, kv_block=128, kv_edge=128),
+    "decode_blocks": Blocks(q_block=16, q_tile=2, kv_fetch=256, kv_block=128, kv_edge=128),
     "prefill_blocks": Blocks(q_block=32, q_tile=16, kv_fetch=128, kv_block=128, kv_edge=128),
 }
 _MULTI = {
