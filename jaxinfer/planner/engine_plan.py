@@ -104,6 +104,7 @@ def check(
     if room < 2 * spec.bytes_per_page:
         raise PlanError(_no_room(shape, weights, rows + temporary, free, weights_loaded))
 
+    most = room // spec.bytes_per_page
     reason = _reason(num_pages, kv_cache_memory_bytes, gpu_memory_utilization)
     if num_pages is not None:
         pages = num_pages

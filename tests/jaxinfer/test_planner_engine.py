@@ -1,0 +1,201 @@
+"""The plan against what an engine allocates, and impossible settings refused before anything is loaded."""
+
+import dataclasses
+from pathlib import Path
+
+import jax
+import pytest
+from planner_shapes import tiny_shape
+from tiny_models import CONFIGS
+
+from jaxinfer import defaults
+from jaxinfer.kv_cache import KVCacheSpec
+from jaxinfer.llm import LLM
+from jaxinfer.models import llama
+from jaxinfer.planner import PlanError, check, hardware, make_plan, temporaries
+from jaxinfer.planner.engine_plan import _size
+from jaxinfer.planner.measure import measure_engine
+from jaxinfer.step import Buckets, Program
+
+CONFIG = llama.Config.from_hf(CONFIGS["llama_gqa"])
+SPEC = KVCacheSpec(CONFIG.num_layers, CONFIG.num_kv_heads, CONFIG.head_dim, 32, 2)
+TOKEN = 2 * 2 * 2 * 16 * 4  # K and V, layers, heads, head_dim, float32
+MODEL = Path("~/.cache/jaxinfer-peers/model/SmolLM2-135M-Instruct.Q4_1.gguf").expanduser()
+MIB = 2**20
+BUCKETS = Buckets(prefill=((64, 16),), decode=(16,), decode_steps=1, max_multi_step_rows=16)
+
+
+def allocated(llm, program):
+    """(weights, pool, all) of an engine in bytes, its temporaries as the compiler reports them."""
+    engine = llm.engine
+    executable = engine.programs.get(program, engine._warmup_arguments(program))
+    weights, pool, rows = (
+        sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+        for tree in (engine.weights, engine._cache, engine._rows)
+    )
+    return weights, pool, weights + pool + rows + executable.memory_analysis().temp_size_in_bytes
+
+
+@pytest.fixture(scope="module")
+def engine():
+    options = {"max_num_seqs": 16, "max_num_batched_tokens": 64, "decode_steps": 1, "page_size": 32}
+    with LLM(config=CONFIG, weights=llama.init(CONFIG, jax.random.key(0)), buckets=BUCKETS, **options) as llm:
+        yield llm
+
+
+def test_weights_and_pool_are_what_the_engine_allocates_and_the_total_is_near(engine):
+    plan = check(
+        llama,
+        CONFIG,
+        jax.devices()[0],
+        SPEC,
+        max_model_len=None,
+        max_num_seqs=16,
+        max_num_batched_tokens=64,
+    )
+    weights, pool, total = allocated(engine, Program("prefill", 64, 16))
+    assert (plan.weights_bytes, plan.pool_bytes) == (weights, pool)
+    assert plan.num_pages == engine.engine.spec.num_pages
+    assert plan.total_bytes == pytest.approx(total, rel=0.15)
+
+
+def test_compiled_temporaries_are_those_of_the_engines_program(engine):
+    """From shapes alone, without weights."""
+    found = temporaries.compiled(
+        llama,
+        CONFIG,
+        engine.engine.spec,
+        max_model_len=512,
+        max_num_seqs=16,
+        buckets=BUCKETS,
+        matmul_precision="highest",
+    )
+    executable = engine.engine.programs.get(
+        Program("prefill", 64, 16), engine.engine._warmup_arguments(Program("prefill", 64, 16))
+    )
+    assert found >= executable.memory_analysis().temp_size_in_bytes > 0
+    assert found < 1.5 * executable.memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not MODEL.is_file(), reason="SmolLM2 is not in the cache folder")
+def test_smollm2_is_as_large_as_planned(monkeypatch, tmp_path):
+    monkeypatch.setattr(
+        hardware, "measure_cpu", lambda: {"peaks": {"float32": 1e11}, "memory_bandwidth": 1e10}
+    )
+    monkeypatch.setattr(hardware.platformdirs, "user_cache_path", lambda name: tmp_path)
+    plan = make_plan(MODEL, hardware="cpu", context=1024, batch=8)
+    with LLM(MODEL, max_num_seqs=8, max_model_len=1024) as llm:
+        weights, pool, total = allocated(llm, Program("prefill", 512, 8))
+    assert (plan.memory.weights_bytes, plan.memory.pool_bytes) == (weights, pool)
+    assert plan.memory.total_bytes == pytest.approx(total, rel=0.15)
+
+
+# Refusals
+
+
+class FakeDevice:
+    """An accelerator with so much memory, of which nothing else is known."""
+
+    platform = "gpu"
+
+    def __init__(self, limit, in_use=0):
+        self.stats = {"bytes_limit": limit, "bytes_in_use": in_use}
+
+    def memory_stats(self):
+        return self.stats
+
+
+def checked(device, **options):
+    given = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 64} | options
+    return check(llama, CONFIG, device, SPEC, **given)
+
+
+def test_the_default_pool_is_what_all_rows_can_use():
+    plan = checked(FakeDevice(64 * MIB))
+    assert plan.num_pages == 1 + 4 * 8
+    assert plan.pool_bytes == plan.num_pages * 32 * TOKEN
+    assert plan.num_tokens == 4 * 256
+    assert any("4 sequences of max_model_len=256" in line for line in plan.lines())
+
+
+def test_the_pool_before_loading_is_the_pool_after_it():
+    """defaults.num_pages is asked after loading: the weights are among the bytes in use then."""
+    before = checked(FakeDevice(8 * MIB), max_num_seqs=64)
+    weights = before.weights_bytes
+    loaded = FakeDevice(8 * MIB, in_use=weights)
+    after = checked(loaded, max_num_seqs=64, weights_loaded=True)
+    asked = defaults.num_pages(SPEC, loaded, max_model_len=256, max_num_seqs=64, weights_bytes=weights)
+    assert before.num_pages == after.num_pages == asked.value < 1 + 64 * 8
+
+
+def test_a_model_that_does_not_fit_names_a_dtype_that_does():
+    weights = tiny_shape(dtype="float32").weights_bytes()
+    with pytest.raises(PlanError, match=r"does not fit.*nearest is dtype='bfloat16'"):
+        checked(FakeDevice(weights))
+    with pytest.raises(PlanError, match="smaller model"):
+        checked(FakeDevice(weights // 4))
+
+
+def test_num_pages_over_the_memory_names_the_most_that_fits():
+    device = FakeDevice(2 * MIB)
+    with pytest.raises(
+        PlanError, match=r"num_pages=1000 asks for 1000 pages.*nearest is num_pages=(\d+)"
+    ) as caught:
+        checked(device, num_pages=1000)
+    most = int(str(caught.value).split("nearest is num_pages=")[1].split()[0])
+    assert checked(device, num_pages=most).num_pages == most
+    with pytest.raises(PlanError):
+        checked(device, num_pages=most + 1)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_pages": 5},
+        {"kv_cache_memory_bytes": 5 * 32 * TOKEN},
+        {"gpu_memory_utilization": 0.35},
+    ],
+)
+def test_a_pool_below_one_sequence_names_settings_that_work(options):
+    device = FakeDevice(2 * MIB)
+    with pytest.raises(PlanError, match="one sequence of 256 tokens needs 9") as caught:
+        checked(device, **options)
+    nearest = dict(
+        part.split("=")
+        for part in str(caught.value).split("nearest are ")[1].replace(",", "").split()
+        if "=" in part
+    )
+    assert checked(device, num_pages=int(nearest["num_pages"])).num_tokens >= 256
+    assert (
+        checked(device, gpu_memory_utilization=float(nearest["gpu_memory_utilization"]) + 0.05).num_tokens
+        >= 256
+    )
+    if "max_model_len" in nearest:
+        assert checked(device, **options | {"max_model_len": int(nearest["max_model_len"])}).num_pages >= 2
+
+
+def test_without_a_length_of_its_own_a_small_pool_is_no_error():
+    plan = checked(FakeDevice(64 * MIB), num_pages=5, max_model_len=None)
+    assert plan.max_model_len == CONFIG.max_position_embeddings
+    assert "refused one by one" in plan.lines()[1]
+
+
+def test_two_sizes_for_the_pool_are_refused():
+    with pytest.raises(ValueError, match="both set the size"):
+        checked(FakeDevice(64 * MIB), num_pages=5, gpu_memory_utilization=0.5)
+
+
+@pytest.mark.parametrize(("n", "text"), [(5, "5 bytes"), (2048, "2.00 KiB"), (3 * 2**30, "3.00 GiB")])
+def test_sizes_are_in_binary_units(n, text):
+    assert _size(n) == text
+
+
+def test_bound_and_measured_stand_side_by_side(engine):
+    """The engine is run; what it allocates is what was planned. (Ratios of a tiny model mean nothing.)"""
+    chip = dataclasses.replace(hardware.load("h100"), peaks={"float32": 1e15}, memory_bandwidth=1e15)
+    found = measure_engine(engine, chip, name="tiny", batch=2, prompt=20, output=20)
+    assert found.planned_bytes == found.allocated_bytes
+    assert all(
+        c.measured_s > c.bound_s > 0 and c.ratio == c.measured_s / c.bound_s for c in found.comparisons
+    )
