@@ -5,10 +5,9 @@ With a larger max_q_len, rows [0, decode_end) take gpu_decode as rows of one tok
 """
 
 import jax
-import jax.experimental.pallas as pl
 import jax.numpy as jnp
 
-from pallas_kernels.ragged_paged_attention import gpu_decode, gpu_prefill
+from pallas_kernels.ragged_paged_attention import gpu_costs, gpu_decode, gpu_prefill
 
 MAX_DECODE_Q_LEN = 16  # query tokens of a draft row that take the decode kernel, if they fit its tile
 FIRST_WITH_TMA = (9, 0)
@@ -43,7 +42,7 @@ def ragged_paged_attention(
     num_tokens, num_q_heads, head_dim = q.shape
     num_kv_heads, page_size = kv_pages.shape[1:3]
     num_rows, pages_per_row = page_table.shape
-    group = num_q_heads // num_kv_heads
+    group, max_kv_len = num_q_heads // num_kv_heads, pages_per_row * page_size
     options = {"sm_scale": sm_scale, "sliding_window": sliding_window, "soft_cap": soft_cap}
     decode_q_len = max_q_len if takes_decode_only(max_q_len, group, head_dim) else 1
     decode = gpu_decode.make_schedule(
@@ -71,7 +70,7 @@ def ragged_paged_attention(
         row_end,
         sinks,
         schedule=decode,
-        cost_estimate=pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=0),
+        cost_estimate=gpu_costs.estimate_decode(decode, max_kv_len),
         **options,
     )  # [B, K, decode_q_len * group, H], f32[B, K, decode_q_len * group]
     out = out.reshape(num_rows, num_kv_heads, decode_q_len, decode.group, head_dim)
@@ -90,7 +89,7 @@ def ragged_paged_attention(
             distribution,
             sinks,
             schedule=prefill,
-            cost_estimate=pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=0),
+            cost_estimate=gpu_costs.estimate_prefill(prefill, num_tokens, max_kv_len),
             **options,
         )
         is_decode = (rows < row_end)[:, None, None]

@@ -234,6 +234,7 @@ def _attend(
 
             @pl.when(block + s.num_stages < end)
             def _fetch_next():
+                plgpu.commit_smem()  # all warps have read the buffer that the copy engine writes next
                 fetch(block + s.num_stages)
 
             return out, new_peak, denominator
@@ -314,6 +315,8 @@ def attend(
 
 def _combine(out: jax.Array, lse: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
     """Merges splits: out [splits, ..., H], base-2 lse f32[splits, ...] -> [..., H] in dtype, natural lse f32[...]."""
+    if out.shape[0] == 1:
+        return out[0], lse[0] / LOG2_E
     peak = lse.max(axis=0)
     shift = jnp.where(peak == -jnp.inf, 0.0, peak)
     weights = jnp.exp2(lse - shift)  # f32[splits, ...]

@@ -1,0 +1,57 @@
+"""Distance to the limit on paper: Llama-3-8B on H200, by the kernels' own schedules against the least possible."""
+
+import numpy as np
+import pytest
+
+from pallas_kernels.ragged_paged_attention import gpu_costs, gpu_decode, gpu_prefill
+
+NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE = 32, 8, 128, 16  # Llama-3-8B
+BATCHES = (1, 16, 64, 256)
+CONTEXTS = (1024, 8192, 32768)
+
+
+def lengths(batch: int, context: int) -> list[int]:
+    """U(0.5 c, 1.5 c), seed 0."""
+    return [int(x) for x in np.random.default_rng(0).uniform(0.5 * context, 1.5 * context, batch)]
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("batch", BATCHES)
+def test_decode_moves_at_most_a_tenth_more_than_the_least(batch: int, context: int):
+    kv_lens = lengths(batch, context)
+    schedule = gpu_decode.make_schedule(
+        batch,
+        3 * context // 2 // PAGE_SIZE,
+        NUM_KV_HEADS,
+        NUM_Q_HEADS // NUM_KV_HEADS,
+        HEAD_DIM,
+        PAGE_SIZE,
+        1,
+    )
+    cost = gpu_costs.decode(schedule, [1] * batch, kv_lens)
+    least = gpu_costs.least(NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM, [1] * batch, kv_lens)
+    assert 1.0 <= cost.bytes / least.bytes <= 1.10
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("batch", BATCHES)
+def test_prefill_computes_at_most_15_percent_more_than_the_least(batch: int, context: int):
+    kv_lens = lengths(batch, context)
+    schedule = gpu_prefill.make_schedule(
+        sum(kv_lens), batch, NUM_KV_HEADS, NUM_Q_HEADS // NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE
+    )
+    cost = gpu_costs.prefill(schedule, kv_lens, kv_lens)
+    least = gpu_costs.least(NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM, kv_lens, kv_lens)
+    assert 1.0 <= cost.flops / least.flops <= 1.15
+
+
+def test_a_window_bounds_what_is_read_and_computed():
+    schedule = gpu_decode.make_schedule(1, 512, 1, 4, 256, 16, 1)
+    whole = gpu_costs.decode(schedule, [1], [8192])
+    windowed = gpu_costs.decode(schedule, [1], [8192], sliding_window=512)
+    assert windowed.flops == whole.flops * 512 // 8192
+    assert windowed.bytes < whole.bytes / 8
+    tiles = gpu_prefill.make_schedule(4096, 1, 1, 4, 256, 16)
+    windowed = gpu_costs.prefill(tiles, [4096], [4096], sliding_window=512)
+    # 16 tokens of a warpgroup see 527 positions, which lie in at most 10 blocks of 64
+    assert windowed.flops <= 4096 // 16 * 10 * 64 * 64 * 4 * 256
