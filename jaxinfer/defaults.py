@@ -12,7 +12,7 @@ from jaxinfer.kv_cache import KVCacheSpec, pages_needed
 # platform of a jax device -> dtype of weights and activations
 DTYPES = {"cpu": "float32", "gpu": "bfloat16", "tpu": "bfloat16"}
 # platform -> (tokens per page, why)
-PAGE_SIZES = {"cpu": 32, "gpu": 64, "tpu": 128}
+PAGE_SIZES = {"cpu": 64, "gpu": 64, "tpu": 128}
 # platform -> (kernels that write and read pages, why)
 IMPLEMENTATIONS = {
     "cpu": ("xla", "the device is a CPU"),
