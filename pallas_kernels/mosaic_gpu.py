@@ -31,3 +31,20 @@ def store_to_gmem(ref: Any, value: jax.Array) -> None:
         plgpu.store(ref, value, optimized=False)
     else:
         ref[...] = value
+
+
+def swizzle(width: int) -> tuple[Any, ...]:
+    """Transforms of a shared buffer [..., rows, lanes] of 2-byte elements that WGMMA and ldmatrix read unconflicted.
+
+    By the widest swizzle (128, 64 or 32 bytes) whose run divides width, a multiple of 16 lanes.
+    """
+    lanes = swizzle_lanes(width)
+    return (
+        plgpu.TilingTransform((8, lanes)),  # type: ignore[abstract]  # mypy sees protocols' empty bodies
+        plgpu.SwizzleTransform(2 * lanes),  # type: ignore[abstract]
+    )
+
+
+def swizzle_lanes(width: int) -> int:
+    """The 2-byte elements of one swizzled run in a buffer of width lanes."""
+    return next(lanes for lanes in (64, 32, 16) if width % lanes == 0)

@@ -43,7 +43,6 @@ def ragged_paged_attention(
     num_kv_heads, page_size = kv_pages.shape[1:3]
     num_rows, pages_per_row = page_table.shape
     group, max_kv_len = num_q_heads // num_kv_heads, pages_per_row * page_size
-    options = {"sm_scale": sm_scale, "sliding_window": sliding_window, "soft_cap": soft_cap}
     decode_q_len = max_q_len if takes_decode_only(max_q_len, group, head_dim) else 1
     decode = gpu_decode.make_schedule(
         num_rows, pages_per_row, num_kv_heads, group, head_dim, page_size, decode_q_len
@@ -71,7 +70,9 @@ def ragged_paged_attention(
         sinks,
         schedule=decode,
         cost_estimate=gpu_costs.estimate_decode(decode, max_kv_len),
-        **options,
+        sm_scale=sm_scale,
+        sliding_window=sliding_window,
+        soft_cap=soft_cap,
     )  # [B, K, decode_q_len * group, H], f32[B, K, decode_q_len * group]
     out = out.reshape(num_rows, num_kv_heads, decode_q_len, decode.group, head_dim)
     lse = lse.reshape(num_rows, num_kv_heads, decode_q_len, decode.group)
@@ -90,7 +91,9 @@ def ragged_paged_attention(
             sinks,
             schedule=prefill,
             cost_estimate=gpu_costs.estimate_prefill(prefill, num_tokens, max_kv_len),
-            **options,
+            sm_scale=sm_scale,
+            sliding_window=sliding_window,
+            soft_cap=soft_cap,
         )
         is_decode = (rows < row_end)[:, None, None]
         out = jnp.where(is_decode[..., None], out, prefill_out)

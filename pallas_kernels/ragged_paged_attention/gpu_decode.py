@@ -281,8 +281,6 @@ def attend(
     """
     s = schedule
     dtype, live_rows = q.dtype, s.max_q_len * s.group
-    swizzle = next(w for w in (128, 64, 32) if s.head_dim % (w // dtype.itemsize) == 0)
-    transforms = (plgpu.TilingTransform((8, swizzle // dtype.itemsize)), plgpu.SwizzleTransform(swizzle))
     out_dtype = dtype if s.num_splits == 1 else jnp.float32
     tile_sinks = jnp.tile(sinks * LOG2_E, (1, s.max_q_len))  # f32[K, live_rows]
     tile_sinks = jnp.pad(tile_sinks, ((0, 0), (0, s.tile_rows - live_rows)), constant_values=-jnp.inf)
@@ -301,7 +299,11 @@ def attend(
         grid_names=("split", "kv_head", "row"),
         scratch_types=[
             plgpu.SMEM((s.tile_rows, s.head_dim), dtype),
-            plgpu.SMEM((s.num_stages, s.block_kv, 2 * s.head_dim), kv_pages.dtype, transforms=transforms),
+            plgpu.SMEM(
+                (s.num_stages, s.block_kv, 2 * s.head_dim),
+                kv_pages.dtype,
+                transforms=mosaic_gpu.swizzle(s.head_dim),
+            ),
             plgpu.SMEM((s.tile_rows, s.block_kv), dtype),
             plgpu.SMEM((s.tile_rows, s.head_dim), out_dtype),
             plgpu.Barrier(num_arrivals=s.block_kv // s.fetch_kv, num_barriers=s.num_stages),

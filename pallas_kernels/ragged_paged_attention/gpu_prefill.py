@@ -51,11 +51,6 @@ class Schedule:
         return WGMMA_ROWS // self.group
 
     @property
-    def swizzle_lanes(self) -> int:
-        """Elements of 2 bytes in a run of the widest swizzle (128, 64 or 32 bytes) that head_dim is a multiple of."""
-        return next(lanes for lanes in (64, 32, 16) if self.head_dim % lanes == 0)
-
-    @property
     def tile_tokens(self) -> int:
         return COMPUTE_WARPGROUPS * self.warpgroup_tokens
 
@@ -190,10 +185,10 @@ def _attend(
                 # What no query may see must not reach the product: 0 x NaN is NaN.
                 copy_block(block, head_dim, v_smem.at[stage], edge_barrier)
                 plgpu.barrier_wait(edge_barrier)
-                layout = plgpu.Layout.WGMMA
+                layout, lanes = plgpu.Layout.WGMMA, mosaic_gpu.swizzle_lanes(head_dim)
                 for start in range(0, block_kv, WGMMA_ROWS):
-                    for lane in range(0, head_dim, s.swizzle_lanes):
-                        part = v_smem.at[stage, pl.ds(start, WGMMA_ROWS), pl.ds(lane, s.swizzle_lanes)]
+                    for lane in range(0, head_dim, lanes):
+                        part = v_smem.at[stage, pl.ds(start, WGMMA_ROWS), pl.ds(lane, lanes)]
                         values = plgpu.load(part, layout=layout, optimized=False)
                         position = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=layout)
                         position += block * block_kv + start
@@ -329,7 +324,7 @@ def attend(
     """Tokens of rows [decode_end, num_seqs): [T, K, group, H] in q's dtype, f32 lse [T, K, group]; others anything."""
     s = schedule
     num_tokens, dtype = q.shape[0], q.dtype
-    transforms = (plgpu.TilingTransform((8, s.swizzle_lanes)), plgpu.SwizzleTransform(2 * s.swizzle_lanes))
+    transforms = mosaic_gpu.swizzle(s.head_dim)
     tile_rows, tile_starts, first_tiles = assign_tiles(cu_q_lens, kv_lens, distribution, s)
     live_rows = s.warpgroup_tokens * s.group
     spare_rows = WGMMA_ROWS - live_rows

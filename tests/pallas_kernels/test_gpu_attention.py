@@ -22,7 +22,15 @@ TINY = {"num_q_heads": 2, "num_kv_heads": 1, "head_dim": 64, "page_size": 16}
 OPTIONS = {"sliding_window": 20, "soft_cap": 5.0, "sinks": True}
 # Split decode rows, more blocks than buffers, chunk and whole prefill, tiles that end early, every option: one program,
 # since the simulator takes some ten seconds to compile one, whatever its shapes.
-MIXED = Case("mixed", **TINY, q_lens=(1, 40, 70), kv_lens=(300, 150, 70), pad_tokens=3, pad_rows=1, **OPTIONS)
+MIXED = Case(
+    "mixed",
+    **TINY | {"page_size": 64},
+    q_lens=(1, 40, 70),
+    kv_lens=(300, 150, 70),
+    pad_tokens=3,
+    pad_rows=1,
+    **OPTIONS,
+)
 TINY_CASES = (
     Case("splits", **TINY, q_lens=(1, 1, 1), kv_lens=(3, 0, 700), pad_rows=1, pad_tokens=1),
     Case("splits_with_options", **TINY, q_lens=(1,), kv_lens=(700,), soft_cap=5.0, sinks=True),
