@@ -91,6 +91,10 @@ def cases() -> list[Case]:
         for shape in (DECODE, DRAFTS, MIXED):
             found.append(Case("attention", model, 128, options=options, **shape))
     found.append(Case("attention", "llama3_8b", 128, "int8", options=options, **MIXED))
+    for model in MODELS:
+        found.append(Case("append_then_attend", model, 128))
+    found.append(Case("append_then_attend", "llama3_8b", 128, **MIXED))
+    found.append(Case("append_then_attend", "smollm2", 128, "int8"))
     return found
 
 
@@ -114,9 +118,10 @@ def build(case: Case) -> tuple[Callable[..., Any], dict[str, Any]]:
         if quantized
         else None,
     }
+    kv = array(case.num_tokens, num_kv_heads, head_dim, dtype=case.dtype)
+    appended = {"k": kv, "v": kv, "slot_mapping": array(case.num_tokens)}
     if case.kernel == "kv_append":
-        kv = array(case.num_tokens, num_kv_heads, head_dim, dtype=case.dtype)
-        return kv_append, arguments | {"k": kv, "v": kv, "slot_mapping": array(case.num_tokens)}
+        return kv_append, arguments | appended
 
     from pallas_kernels.ragged_paged_attention.tpu import ragged_paged_attention
 
@@ -135,7 +140,13 @@ def build(case: Case) -> tuple[Callable[..., Any], dict[str, Any]]:
     def attend(**arrays: Any) -> Any:
         return ragged_paged_attention(**arrays, sm_scale=head_dim**-0.5, max_q_len=case.max_q_len, **options)
 
-    return attend, arguments
+    def append_then_attend(
+        k: Any, v: Any, kv_pages: Any, kv_scales: Any, slot_mapping: Any, **arrays: Any
+    ) -> Any:
+        kv_pages, kv_scales = kv_append(k, v, kv_pages, kv_scales, slot_mapping)
+        return kv_pages, kv_scales, attend(kv_pages=kv_pages, kv_scales=kv_scales, **arrays)
+
+    return (attend, arguments) if case.kernel == "attention" else (append_then_attend, arguments | appended)
 
 
 def compile_case(case: Case, topology: Any) -> dict[str, Any]:
@@ -159,11 +170,13 @@ def compile_case(case: Case, topology: Any) -> dict[str, Any]:
             for name, x in shapes.items()
         }
         names = list(arguments)
-        appends = case.kernel == "kv_append"
+        appends = case.kernel != "attention"
         jitted = jax.jit(
             lambda *arrays: function(**dict(zip(names, arrays, strict=True))),
             donate_argnums=tuple(i for i, name in enumerate(names) if name in POOLS) if appends else (),
-            out_shardings=(pool, None) if appends else None,
+            out_shardings=((pool, None) if case.kernel == "kv_append" else (pool, None, None))
+            if appends
+            else None,
         )
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             lowered = jitted.lower(*arguments.values())
