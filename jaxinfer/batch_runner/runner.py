@@ -1,0 +1,231 @@
+"""A batch job from its input file to its output file; it can be killed at any moment and run again."""
+
+import contextlib
+import dataclasses
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from jaxinfer.batch_runner import inputs, manifest, responses
+from jaxinfer.batch_runner.index import Index
+from jaxinfer.batch_runner.inputs import BadLine, Value
+from jaxinfer.batch_runner.journal import Journal, JournalError, load_record, locked, recover, sort_by_line
+from jaxinfer.batch_runner.progress import Progress, Totals
+from jaxinfer.batch_runner.tasks import hash64, parse
+from jaxinfer.request import SamplingParams
+
+if TYPE_CHECKING:
+    from jaxinfer.llm import LLM
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to do. Nothing of it but `max_failures`, `resume` and `overwrite` may change when a job goes on."""
+
+    input: Path
+    output: Path
+    model: str  # as the user named it; written into the answers
+    model_hash: str
+    defaults: SamplingParams  # of sampling fields that a line leaves out
+    seed: int = 0  # of lines that name none: a line draws from hash64(seed, custom_id)
+    prompt_column: str | None = None
+    errors: Path | None = None  # failed lines go here instead of into the output
+    shard: tuple[int, int] = (1, 1)  # (i, n): the i-th of n parts, 1 to n
+    ordered: bool = False  # sort the finished output by input line
+    max_failures: int | None = None
+    resume: bool = False  # refuse to begin anew
+    overwrite: bool = False  # refuse to go on
+
+
+def run(
+    job: Job,
+    open_llm: Callable[[], "LLM"],
+    totals: Totals,
+    *,
+    interrupted: Callable[[], Any] = lambda: False,
+    stream: TextIO | None = None,
+) -> None:
+    """Does what is left of a job. Results are appended as they finish; `totals` counts, also when this raises.
+
+    open_llm: called only if there is something to do. The LLM is closed at the end.
+    interrupted: asked once a step; when true, returns soon with `totals.num_left` over 0.
+    stream: where progress is shown; default standard error.
+
+    Raises:
+      ValueError: the input cannot be read, or has an id twice.
+      JournalError: the output cannot be written, belongs to another job or process, or has too many failures.
+    """
+    _check_paths(job)
+    with locked(job.output):
+        asked = _asked(job)
+        begun = _begin(job, asked) or {"asked": asked, "engine": None, "created": int(time.time())}
+        index = Index()
+        totals.num_lines = _survey(job, index)
+        totals.num_before = recover(job.output, index)
+        if job.errors is not None:
+            job.errors.unlink(missing_ok=True)  # whatever failed is done again
+        if totals.num_left and not interrupted():
+            with open_llm() as llm:
+                facts = manifest.engine_facts(llm)
+                if begun["engine"] is not None:
+                    manifest.check_same(job.output, begun["engine"], facts)
+                begun |= {"engine": facts, "finished": False}
+                manifest.save(job.output, begun)
+                _work(job, llm, index, totals, begun["created"], interrupted, stream)
+        index.close()
+        if not totals.num_left:
+            job.output.touch()  # of an empty shard
+            if job.ordered and not _in_order(job.output):
+                sort_by_line([job.output], job.output)
+            manifest.save(job.output, begun | {"finished": True})
+
+
+def _check_paths(job: Job) -> None:
+    if not job.input.is_file():
+        raise ValueError(f"there is no file {job.input}")
+    if not job.output.parent.is_dir():
+        raise ValueError(f"there is no folder {job.output.parent} for the output")
+    paths = [path.resolve() for path in (job.input, job.output, job.errors) if path is not None]
+    if len(set(paths)) < len(paths):
+        raise ValueError(f"input, output and errors must be different files; {job.output} is used twice")
+
+
+def _asked(job: Job) -> dict[str, Any]:
+    """What decides the results of a job before a model is loaded."""
+    facts = {
+        "input_sha256": inputs.sha256(job.input),
+        "prompt_column": job.prompt_column,
+        "shard": f"{job.shard[0]}/{job.shard[1]}",
+        "errors": None if job.errors is None else job.errors.name,
+        "model": job.model,
+        "model_hash": job.model_hash,
+        "sampling": dataclasses.asdict(job.defaults),
+        "seed": job.seed,
+        "versions": manifest.versions(),
+    }
+    return json.loads(json.dumps(facts))
+
+
+def _begin(job: Job, asked: dict[str, Any]) -> dict[str, Any] | None:
+    """The manifest of the job that goes on, None if it begins now."""
+    outputs = [path for path in (job.output, job.errors) if path is not None]
+    if job.overwrite:
+        for path in outputs:
+            path.unlink(missing_ok=True)
+        manifest.path_of(job.output).unlink(missing_ok=True)
+        return None
+    begun = manifest.load(job.output)
+    if begun is not None:
+        manifest.check_same(job.output, begun["asked"], asked)
+        return begun
+    if job.resume:
+        raise JournalError(f"there is nothing to resume: {manifest.path_of(job.output)} does not exist")
+    for path in outputs:
+        if path.exists() and path.stat().st_size:
+            raise JournalError(f"{path} exists and is of no batch job; choose another output, or --overwrite")
+    return None
+
+
+def _survey(job: Job, index: Index) -> int:
+    """Reads all ids of the input into `index`; returns how many lines are of this shard.
+
+    Raises ValueError if an id is there twice.
+    """
+    count, num_twice, first = 0, 0, ""
+    for number, value in inputs.read(job.input, job.prompt_column):
+        key = inputs.key_of(value, number)
+        other = index.add(key, number)
+        if other is not None:
+            num_twice += 1
+            first = first or f"{key!r} is on lines {other} and {number}"
+        count += _is_mine(job, key)
+    if num_twice:
+        more = f", and {num_twice - 1} more" if num_twice > 1 else ""
+        raise ValueError(f"each custom_id of {job.input} must be there once: {first}{more}")
+    return count
+
+
+def _is_mine(job: Job, key: str) -> bool:
+    part, num_parts = job.shard
+    return hash64(0, key) % num_parts == part - 1
+
+
+def _left(job: Job, index: Index) -> Iterator[tuple[int, str, Value]]:
+    """(line number, key, value) of each line of the shard that has no result yet."""
+    for number, value in inputs.read(job.input, job.prompt_column):
+        key = inputs.key_of(value, number)
+        if _is_mine(job, key) and index.offset(key) is None:
+            yield number, key, value
+
+
+def _work(
+    job: Job,
+    llm: "LLM",
+    index: Index,
+    totals: Totals,
+    created: int,
+    interrupted: Callable[[], Any],
+    stream: TextIO | None,
+) -> None:
+    from jaxinfer.batch_runner.window import Window  # only now is jax needed
+
+    window = Window(llm)
+    progress = Progress(totals, llm.stats, lambda: window.num_output_tokens, stream)
+    lines = _left(job, index)
+    with contextlib.ExitStack() as stack:
+        output = stack.enter_context(Journal(job.output))
+        errors = output if job.errors is None else stack.enter_context(Journal(job.errors))
+
+        def fail(number: int, key: str, code: str, message: str) -> None:
+            errors.append(responses.line_of(responses.failure(key, number, code, message)))
+            totals.fail(number, code, message)
+            if job.max_failures is not None and totals.num_failed > job.max_failures:
+                raise JournalError(
+                    f"more than {job.max_failures} lines failed, the last one: line {number}: {message}"
+                )
+
+        try:
+            more = True
+            while (more or len(window)) and not interrupted():
+                while more and window.has_room and not interrupted():
+                    line = next(lines, None)
+                    if line is None:
+                        more = False
+                        break
+                    number, key, value = line
+                    try:
+                        task = parse(value, number, job.defaults, job.seed)
+                    except BadLine as error:
+                        fail(number, key, error.code, str(error))
+                        continue
+                    refusal = window.add(task)
+                    if refusal is not None:
+                        fail(number, key, "refused", refusal)
+                        continue
+                    totals.inert.update(task.inert)
+                if len(window):
+                    for task, answer in window.step():
+                        record = responses.success(
+                            task, answer, llm.tokenizer, model=job.model, created=created
+                        )
+                        output.append(responses.line_of(record))
+                        totals.take(answer)
+                progress.tick()
+        finally:
+            window.abort()
+            progress.close()
+
+
+def _in_order(path: Path) -> bool:
+    last = 0
+    with path.open("rb") as file:
+        for line in file:
+            record = load_record(line)
+            number = record["line"] if record is not None else 0
+            if number < last:
+                return False
+            last = number
+    return True

@@ -1,0 +1,164 @@
+"""`jaxinfer batch`: a file of requests, a file of results, and everything between that can go wrong."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from jaxinfer.cli.command import command, fail, print_pairs
+from jaxinfer.cli.options import (
+    ENGINE,
+    MAX_ROWS,
+    SAMPLING,
+    Model,
+    _engine,
+    engine_options,
+    sampling_params,
+    without,
+)
+
+if TYPE_CHECKING:
+    from jaxinfer.batch_runner.progress import Totals
+
+DECODE_STEPS = 8
+
+Input = Annotated[Path, typer.Argument(help="Requests: JSON lines, .csv or .parquet.", metavar="IN")]
+Output = Annotated[Path, typer.Option("--output", "-o", help="Results, as JSON lines.", metavar="OUT")]
+Errors = Annotated[
+    Path | None, typer.Option(help="Write lines that failed here, not to OUT.", metavar="FILE")
+]
+Seed = Annotated[
+    int, typer.Option(help="Of lines that name none: each draws from a hash of this and its id.", min=0)
+]
+PromptColumn = Annotated[str | None, typer.Option(help="Of a .csv or .parquet file.", metavar="NAME")]
+Shard = Annotated[
+    str, typer.Option(help="Do part i of n, from 1/n to n/n; then jaxinfer merge.", metavar="i/n")
+]
+Ordered = Annotated[bool, typer.Option("--ordered", help="Sort OUT by input line when all is done.")]
+MaxFailures = Annotated[int | None, typer.Option(help="Stop when more lines than this have failed.", min=0)]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on, or fail if there is nothing to go on with.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Delete OUT and begin anew.")]
+MetricsJson = Annotated[Path | None, typer.Option(help="Write all counts here at the end.", metavar="FILE")]
+Price = Annotated[float | None, typer.Option(help="Of the machine; shows cost per million tokens.", min=0.0)]
+Exact = Annotated[bool, typer.Option("--exact", help="Not built yet: batch-invariant results.", hidden=True)]
+
+BATCH_ENGINE = [
+    *without(ENGINE, "max_num_seqs", "decode_steps"),
+    _engine("max_num_seqs", int, MAX_ROWS, "Rows that run at the same time.", min=1),
+    _engine("decode_steps", int, DECODE_STEPS, "Tokens drawn before the host looks.", min=1),
+]
+
+
+@command(*without(SAMPLING, "seed"), *BATCH_ENGINE)
+def run(
+    *,
+    input: Input,
+    output: Output,
+    model: Model,
+    errors: Errors = None,
+    seed: Seed = 0,
+    prompt_column: PromptColumn = None,
+    shard: Shard = "1/1",
+    ordered: Ordered = False,
+    max_failures: MaxFailures = None,
+    resume: Resume = False,
+    overwrite: Overwrite = False,
+    metrics_json: MetricsJson = None,
+    price_per_hour: Price = None,
+    exact: Exact = False,
+    **options: Any,
+) -> None:
+    """Answer every line of a file; run the same command again to go on after an interruption.
+
+    A line is a request in OpenAI's batch form, or a plain object with prompt or messages and sampling fields
+    beside. Results come in OpenAI's batch output form, in the order in which they finish. The sampling options
+    are for lines that leave a field out; greedy unless --temperature or the line says otherwise.
+
+    Exit code 0: every line has its answer; 1: some failed; 130, 143: interrupted.
+    """
+    if exact:
+        raise typer.BadParameter(
+            "--exact needs batch-invariant programs, which are not built yet; without it a resumed job repeats an "
+            "uninterrupted one up to near-ties"
+        )
+    if resume and overwrite:
+        raise typer.BadParameter("--resume goes on and --overwrite begins anew; give one of them")
+    part = _shard(shard)
+    defaults = sampling_params(options)
+
+    from checkpoints import fetch
+    from jaxinfer.batch_runner import runner
+    from jaxinfer.batch_runner.interruption import Interruption
+    from jaxinfer.batch_runner.manifest import model_hash
+    from jaxinfer.batch_runner.progress import Totals
+
+    def open_llm() -> Any:
+        from jaxinfer.llm import LLM
+
+        return LLM(model, **engine_options({"decode_steps": DECODE_STEPS} | options, MAX_ROWS))
+
+    totals = Totals()
+    go_on = f"Results so far are in {output}; the same command goes on."
+    with Interruption(f"Interrupted. {go_on}") as interruption:
+        job = runner.Job(
+            input=input,
+            output=output,
+            model=model,
+            model_hash=model_hash(fetch.resolve(model)),
+            defaults=defaults,
+            seed=seed,
+            prompt_column=prompt_column,
+            errors=errors,
+            shard=part,
+            ordered=ordered,
+            max_failures=max_failures,
+            resume=resume,
+            overwrite=overwrite,
+        )
+        try:
+            runner.run(job, open_llm, totals, interrupted=lambda: bool(interruption))
+        finally:
+            if metrics_json is not None:
+                metrics_json.write_text(json.dumps(totals.metrics(price_per_hour), indent=2) + "\n")
+    _summarize(totals, price_per_hour)
+    if totals.num_left:
+        fail(f"Interrupted. {go_on}")
+        raise typer.Exit(interruption.exit_code)
+    if totals.num_failed:
+        raise typer.Exit(1)
+
+
+def _shard(text: str) -> tuple[int, int]:
+    part, _, of = text.partition("/")
+    if not (part.isdecimal() and of.isdecimal() and 1 <= int(part) <= int(of)):
+        raise typer.BadParameter(f"--shard {text} must be i/n with i from 1 to n")
+    return int(part), int(of)
+
+
+def _summarize(totals: "Totals", price_per_hour: float | None) -> None:
+    metrics = totals.metrics(price_per_hour)
+    before = f", {totals.num_before:,} by earlier runs" if totals.num_before else ""
+    pairs = [("lines", f"{totals.num_lines:,}, {totals.num_before + totals.num_done:,} done{before}")]
+    for code, count in totals.failures.most_common():
+        pairs.append(("failed", f"{count:,} {code}, such as {totals.examples[code]}"))
+    for name, count in totals.inert.most_common():
+        pairs.append(("no effect", f"{name} in {count:,} lines"))
+    if totals.num_done:
+        pairs.append(
+            (
+                "tokens",
+                f"{totals.num_prompt_tokens:,} prompt ({totals.num_cached_tokens:,} cached) + "
+                f"{totals.num_output_tokens:,} output in {totals.seconds:,.1f} s, "
+                f"{metrics['output_tokens_per_s']:,.1f} tok/s out",
+            )
+        )
+    if metrics["cost_per_million_tokens"] is not None:
+        pairs.append(
+            (
+                "cost",
+                f"{metrics['cost']:,.4f}, {metrics['cost_per_million_tokens']:,.4f} per million tokens of "
+                f"prompt and output",
+            )
+        )
+    print_pairs(pairs, stderr=True)
