@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import cast
 
 import jax
 
-from jaxinfer import sampling
-from jaxinfer.defaults import ACCELERATOR_MEMORY_SHARE, PAGE_SIZES
+from jaxinfer import defaults, sampling
 from jaxinfer.kv_cache import pages_needed
 from jaxinfer.planner import temporaries
+from jaxinfer.planner.hardware import Hardware
 from jaxinfer.planner.roofline import Setting
 
 NO_LIMIT = 1 << 20  # batches above this are not looked for
@@ -50,7 +51,7 @@ class Load:
     context: int  # prompt + output tokens of each sequence
     page_size: int
     max_num_batched_tokens: int = 512
-    utilization: float = ACCELERATOR_MEMORY_SHARE
+    utilization: float = defaults.ACCELERATOR_MEMORY_SHARE
 
     def __post_init__(self) -> None:
         for name in ("batch", "context", "page_size", "max_num_batched_tokens"):
@@ -60,9 +61,9 @@ class Load:
             raise ValueError(f"utilization={self.utilization} must be in (0, 1]")
 
 
-def default_page_size(platform: str) -> int:
-    """Tokens per page that the engine takes on this platform."""
-    return PAGE_SIZES[platform]
+def default_page_size(hardware: Hardware, context: int) -> int:
+    """Tokens per page that the engine takes on this hardware for sequences of `context` tokens."""
+    return defaults.page_size("auto", cast(jax.Device, hardware), context)  # of which it reads the platform
 
 
 def plan_memory(setting: Setting, load: Load, temporaries_bytes: int | None = None) -> Memory:

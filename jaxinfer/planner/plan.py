@@ -144,7 +144,7 @@ def make_plan(
     load = Load(
         batch,
         context,
-        default_page_size(device.platform) if page_size is None else page_size,
+        default_page_size(device, context) if page_size is None else page_size,
         max_num_batched_tokens,
         **options,
     )

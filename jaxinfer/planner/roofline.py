@@ -254,7 +254,7 @@ def levers(
     for bits in ("int8", "int4"):
         if setting.kv_dtype != bits:
             found.append(lever(f"{bits} KV cache", replace(setting, kv_dtype=bits)))
-    for factor in (4, shape.num_q_heads):
+    for factor in sorted({4, shape.num_q_heads}):
         heads = shape.num_q_heads // factor
         if shape.num_q_heads % factor == 0 and heads < shape.num_kv_heads:
             name = "MQA" if heads == 1 else "GQA"
