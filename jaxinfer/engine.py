@@ -19,11 +19,12 @@ import numpy as np
 
 from jaxinfer import batch as batches
 from jaxinfer import kv_cache as kv
-from jaxinfer import sampling
+from jaxinfer import logprobs, sampling
 from jaxinfer.batch import StepBatch
 from jaxinfer.kv_cache import KVCacheSpec
+from jaxinfer.logprobs import PromptPiece
 from jaxinfer.page_allocator import PageAllocator
-from jaxinfer.request import MAX_LOGPROBS, Logprob, Request, RequestMetrics, Sequence
+from jaxinfer.request import MAX_LOGPROB_ENTRIES, Request, RequestMetrics, Sequence
 from jaxinfer.sampling import LogprobsMode, SampleOutput, SamplingBatch, SamplingRow, Variant
 from jaxinfer.scheduler import ScheduledStep, Scheduler, SchedulerConfig
 from jaxinfer.step import NUM_END_IDS, Buckets, DecodeLimits, Program, Programs
@@ -103,7 +104,7 @@ class Engine:
             salt=f"{self.config.cache_salt} {self.spec.dtype}",
         )
         self.scheduler = Scheduler(self.config.scheduler, allocator)
-        self._in_flight: deque[tuple[ScheduledStep, SampleOutput]] = deque()
+        self._in_flight: deque[tuple[ScheduledStep, SampleOutput, list[PromptPiece]]] = deque()
         self._sampling_key: tuple | None = None
         self._sampling: tuple[Variant, SamplingBatch | None, tuple | None] = ("greedy", None, None)
         self._unfinished: dict[Sequence, SamplingRow] = {}
@@ -124,9 +125,10 @@ class Engine:
         self._check_ids("prompt_token_ids", request.prompt_token_ids, vocab)
         for name in ("allowed_token_ids", "stop_token_ids", "logit_bias", "logprob_token_ids"):
             self._check_ids(name, getattr(params, name) or (), vocab)
-        for name in ("prompt_logprobs", "logprob_token_ids", "extra_args"):
+        for name in ("logprob_token_ids", "extra_args"):
             if getattr(params, name) is not None:
                 raise NotImplementedError(f"{name} does not act yet; leave it out")
+        self._check_logprob_entries(request)
         words = [ids for word in params.bad_words or () for ids in self._ban(word)]
         ends = (frozenset() if params.ignore_eos else request.end_token_ids) | set(
             params.stop_token_ids or ()
@@ -144,6 +146,18 @@ class Engine:
         wrong = [i for i in ids if not 0 <= i < vocab_size]
         if wrong:
             raise ValueError(f"{name} has {wrong[0]}; token ids of this model are 0 to {vocab_size - 1}")
+
+    def _check_logprob_entries(self, request: Request) -> None:
+        params, vocab, prompt = request.params, self.model_config.vocab_size, len(request.prompt_token_ids)
+        most = (
+            self.config.scheduler.max_model_len - prompt if params.max_tokens is None else params.max_tokens
+        )
+        for name, tokens in (("logprobs", params.n * most), ("prompt_logprobs", prompt)):
+            if getattr(params, name) == -1 and tokens * vocab > MAX_LOGPROB_ENTRIES:
+                raise ValueError(
+                    f"{name}=-1 asks for {tokens} tokens x {vocab} entries; at most {MAX_LOGPROB_ENTRIES} are "
+                    "allowed: use logprob_token_ids, fewer tokens, or at most 20 entries per token"
+                )
 
     def _ban(self, word: str) -> list[list[int]]:
         if self._bad_word_ids is None:
@@ -203,7 +217,12 @@ class Engine:
         limits = self._limits(scheduled, program) if program.num_steps > 1 else None
         arguments = (self.weights, self._cache, self._rows, batch, sampling_batch, limits)
         output, self._cache, self._rows = self.programs.get(program, arguments)(*arguments)
-        self._in_flight.append((scheduled, output))
+        pieces: list[PromptPiece] = []
+        if logprobs.scores_prompt(scheduled):
+            pieces = logprobs.dispatch_prompt_scores(
+                scheduled, output.hidden, self.weights, self.model_config.vocab_size, self.programs.get
+            )
+        self._in_flight.append((scheduled, output.sampled, pieces))
 
     def _pack(self, program: Program, rows: list, **per_row: Any) -> StepBatch:
         return batches.pack(
@@ -238,7 +257,7 @@ class Engine:
         """The program that runs a step, and its sampling parameters (None for greedy rows)."""
         seqs = tuple(row.seq for row in scheduled.rows)
         kind, num_tokens, num_rows = self.config.buckets.shape(
-            scheduled.num_tokens, len(seqs), scheduled.num_steps
+            scheduled.num_tokens, len(seqs), scheduled.num_steps, logprobs.scores_prompt(scheduled)
         )
         # While the same rows run, their parameters stay on the device.
         if self._sampling_key != (seqs, num_rows):
@@ -251,7 +270,7 @@ class Engine:
             self._sampling_key, self._sampling = (seqs, num_rows), (variant, on_device, extras_shape)
         variant, on_device, extras_shape = self._sampling
         wanted = [seq.params.logprobs for seq in seqs if seq.params.logprobs is not None]
-        num_logprobs = None if not wanted else self.model_config.vocab_size if -1 in wanted else MAX_LOGPROBS
+        num_logprobs = logprobs.width(wanted, self.model_config.vocab_size) if wanted else None
         program = Program(
             kind, num_tokens, num_rows, scheduled.num_steps, variant, num_logprobs, extras_shape
         )
@@ -269,8 +288,14 @@ class Engine:
             last_position[b] = row.start + row.num_samples
         return DecodeLimits(end_ids=end_ids, end_from=end_from, last_position=last_position)  # type: ignore[arg-type]
 
-    def _commit(self, scheduled: ScheduledStep, output: SampleOutput) -> list[Advance]:
-        host: SampleOutput = jax.device_get(output)  # the one read of a step; arrays [k, B, ...]
+    def _commit(
+        self, scheduled: ScheduledStep, output: SampleOutput, pieces: list[PromptPiece]
+    ) -> list[Advance]:
+        # The one read of a step; arrays [k, B, ...] of what was drawn, [S, ...] of prompt tokens.
+        host: SampleOutput
+        host, scores = jax.device_get((output, [piece.output for piece in pieces]))
+        for piece, piece_scores in zip(pieces, scores, strict=True):
+            logprobs.take_prompt_scores(piece, piece_scores)
         accepted = self.scheduler.commit(scheduled, host.tokens.T[: len(scheduled.rows)].tolist())
         now = self.clock()
         advances = []
@@ -282,28 +307,13 @@ class Engine:
                     metrics.first_token_time = now
                 metrics.last_token_time = now
                 metrics.num_output_tokens = seq.num_output_tokens
-                if seq.params.logprobs is not None:
-                    self._take_logprobs(seq, host, b, count)
+                if seq.params.wants_logprobs:
+                    logprobs.take_logprobs(seq, host, b, count)
             if seq.finished:
                 self._settle(seq, now)
             if count or (seq.finished and row.num_samples == 0):
                 advances.append(Advance(seq, count))
         return advances
-
-    @staticmethod
-    def _take_logprobs(seq: Sequence, host: SampleOutput, b: int, count: int) -> None:
-        assert host.logprob is not None and host.rank is not None
-        assert host.top_ids is not None and host.top_logprobs is not None
-        wanted = seq.params.logprobs
-        for i, token in enumerate(seq.token_ids[len(seq.token_ids) - count :]):
-            chosen = Logprob(float(host.logprob[i, b]), int(host.rank[i, b]))
-            ids = host.top_ids[i, b] if wanted == -1 else host.top_ids[i, b, :wanted]
-            entries = {
-                int(t): Logprob(float(p), rank + 1)
-                for rank, (t, p) in enumerate(zip(ids, host.top_logprobs[i, b], strict=False))
-            }
-            seq.logprobs.append({token: chosen} | entries)
-            seq.cumulative_logprob += chosen.logprob
 
     def _settle(self, seq: Sequence, now: float) -> None:
         """A sequence has ended: its times are final, and nothing is kept of it."""
@@ -339,6 +349,12 @@ class Engine:
 
     def _warmup_arguments(self, program: Program) -> tuple:
         """Arguments of the shapes that `program` takes."""
+        if program.kind == "score":
+            hidden = jax.ShapeDtypeStruct(
+                (program.num_tokens, self.model_config.embed_dim), self.model_config.dtype
+            )
+            index = np.zeros(program.num_rows, np.int32)
+            return self.weights, hidden, index, index
         batch = self._pack(program, [((0,), 0, (1,))])
         sampling_batch, limits = None, None
         if program.variant != "greedy":

@@ -77,14 +77,14 @@ class _Record:
             request_id=self.request_id,
             prompt=self.prompt,
             prompt_token_ids=self.prompt_token_ids,
-            prompt_logprobs=None,
+            prompt_logprobs=self.sequences[0].prompt_logprobs or None if self.sequences else None,
             outputs=[
                 CompletionOutput(
                     index=seq.index,
                     text=text,
                     token_ids=seq.output_token_ids,
                     cumulative_logprob=None if seq.params.logprobs is None else seq.cumulative_logprob,
-                    logprobs=None if seq.params.logprobs is None else list(seq.logprobs),
+                    logprobs=list(seq.logprobs) if seq.params.wants_logprobs else None,
                     finish_reason=seq.finish_reason,
                     stop_reason=seq.stop_reason,
                 )

@@ -16,6 +16,7 @@ from typing import Any
 # Caps that keep one request from starving the others; all are documented in the field list of SamplingParams.
 MAX_N = 1024
 MAX_LOGPROBS = 20
+MAX_LOGPROB_ENTRIES = 2**22  # that one request may ask for in all: about 1 GiB of host memory
 MAX_LABEL_IDS = 128  # stop_token_ids and logprob_token_ids
 MAX_BIAS_ENTRIES = 1024  # logit_bias and bad_words
 MAX_STOP_STRINGS = 64
@@ -115,9 +116,10 @@ class SamplingParams:
     ignore_eos: bool = False  # switches off every end id of the model, not stop_token_ids
     min_tokens: int = 0  # no end before this many tokens: the first that may end is number min_tokens + 1
     max_tokens: int | None = 16  # None: up to max_model_len; 0: score the prompt only
-    logprobs: int | None = None  # top entries per output token, 0 to 20, or -1 for the whole vocabulary
-    prompt_logprobs: int | None = None  # likewise per prompt token
-    logprob_token_ids: Collection[int] | None = None  # at most 128: also report these ids
+    # Top entries per output token, 0 to 20, or -1 for the whole vocabulary (at most 2^22 entries a request).
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None  # likewise per prompt token, always of the raw distribution
+    logprob_token_ids: Collection[int] | None = None  # at most 128: report these ids too, per output token
     truncate_prompt_tokens: int | None = None  # keep the last so many prompt tokens; -1: max_model_len
     skip_special_tokens: bool = True
     detokenize: bool = True
@@ -183,6 +185,11 @@ class SamplingParams:
         return self.temperature < GREEDY_BELOW
 
     @property
+    def wants_logprobs(self) -> bool:
+        """Whether output tokens come with logprobs."""
+        return self.logprobs is not None or self.logprob_token_ids is not None
+
+    @property
     def needs_history(self) -> bool:
         """Whether sampling depends on the tokens so far (penalties, bad words, min_tokens)."""
         penalised = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0
@@ -219,6 +226,7 @@ class Request:
     arrival_time: float = 0.0  # seconds on the engine's monotonic clock
     priority: int = 0  # lower runs first; equal priorities in order of arrival
     seed: int = 0  # [0, 2^64): params.seed, or drawn by the engine
+    score_from: int = 1  # index of the first prompt token that prompt_logprobs tell about, at least 1
     prompt: str | None = None
     cache_salt: str = (
         ""  # whatever else changes K/V for this request (adapter name): its pages are shared only within it
@@ -231,11 +239,14 @@ class Request:
             )
 
 
-@dataclass(frozen=True)
+@dataclass
 class Logprob:
     logprob: float
-    rank: int | None = None  # 1 = the most probable token
-    decoded_token: str | None = None
+    rank: int | None = (
+        None  # 1 = the most probable token; None for logprob_token_ids that are not among the best
+    )
+    decoded_token: str | None = None  # text of the token alone: U+FFFD where it holds part of a character
+    bytes: list[int] | None = None  # what the token stands for, exactly
 
 
 @dataclass
@@ -314,6 +325,11 @@ class Sequence:
     @property
     def params(self) -> SamplingParams:
         return self.request.params
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether its prefill is to find the logprobs of the prompt: the first sample's, once."""
+        return self.params.prompt_logprobs is not None and self.index == 0 and self.num_output_tokens == 0
 
     @property
     def num_tokens(self) -> int:

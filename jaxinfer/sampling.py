@@ -196,7 +196,7 @@ def sample(
         # The draw and the cut sum in another order: at the edge of top_p they may differ by one token.
         keep |= jnp.arange(logits.shape[1]) == tokens[:, None]
         scores = jnp.where(keep, logits / _positive(temperature)[:, None], -jnp.inf)
-    return _with_logprobs(tokens, scores, num_logprobs or 0, logprob_token_ids)
+    return with_logprobs(tokens, scores, num_logprobs or 0, logprob_token_ids)
 
 
 def _filters(batch: SamplingBatch, vocab_size: int) -> Filters:
@@ -210,7 +210,10 @@ def _positive(temperature: Array) -> Array:
     return jnp.where(temperature < GREEDY_TEMPERATURE, 1.0, temperature)
 
 
-def _with_logprobs(tokens: Array, scores: Array, num_logprobs: int, labels: Array | None) -> SampleOutput:
+def with_logprobs(
+    tokens: Array, scores: Array, num_logprobs: int, labels: Array | None = None
+) -> SampleOutput:
+    """Logprobs under the softmax of scores f32[B, V]: of tokens i32[B], the best ones, and labels i32[B, Q]."""
     log_total = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
     chosen = jnp.take_along_axis(scores, tokens[:, None], axis=1)
     ids = jnp.arange(scores.shape[1])

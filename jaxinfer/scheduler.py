@@ -35,7 +35,9 @@ class SchedulerConfig:
     max_model_len: int  # prompt + output tokens of one sequence
     max_num_partial_prefills: int = 1  # prompts that may be under way in chunks at the same time
     decode_steps: int = 8  # k: tokens per row and step when every row decodes and nothing waits
-    max_multi_step_rows: int | None = None  # more rows than this take one step at a time; None: any number may
+    max_multi_step_rows: int | None = (
+        None  # more rows than this take one step at a time; None: any number may
+    )
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_model_len", "max_num_partial_prefills", "decode_steps"):
@@ -302,14 +304,14 @@ class Scheduler:
         self.allocator.extend_keys(seq.page_keys, seq.token_ids, seq.request.cache_salt)
         return seq.page_keys[: (len(seq.token_ids) - 1) // self.allocator.page_size]
 
-    @staticmethod
-    def _computes_whole_prompt(seq: Sequence) -> bool:
-        """Prompt logprobs need the hidden state at every position, so the first sample skips nothing."""
-        return seq.params.prompt_logprobs is not None and seq.index == 0 and seq.num_output_tokens == 0
+    def _shareable_keys(self, seq: Sequence) -> list[bytes]:
+        """Keys of the pages that `seq` may take from others: a prompt is scored from hidden states, not pages."""
+        keys = self._prefix_keys(seq)
+        return keys[: (seq.request.score_from - 1) // self.allocator.page_size] if seq.scores_prompt else keys
 
     def _fork_source(self, seq: Sequence) -> Sequence | None:
         """A running sample of the same request that has its prompt in its pages."""
-        if seq.params.n == 1 or seq.num_output_tokens or self._computes_whole_prompt(seq):
+        if seq.params.n == 1 or seq.num_output_tokens or seq.scores_prompt:
             return None
         for other in self._sequences[seq.request.request_id]:
             if other.status is SequenceStatus.RUNNING and other.num_computed_tokens >= seq.num_prompt_tokens:
@@ -318,11 +320,11 @@ class Scheduler:
 
     def _awaited_prefix(self, seq: Sequence) -> bytes | str | None:
         """The longest prefix of `seq` that running sequences compute now, if waiting for it saves work."""
-        if self._computes_whole_prompt(seq) or self._fork_source(seq) is not None:
+        if self._fork_source(seq) is not None:
             return None
-        if seq.request.request_id in self._claims:
+        if seq.request.request_id in self._claims and not seq.scores_prompt:
             return seq.request.request_id
-        keys = self._prefix_keys(seq)
+        keys = self._shareable_keys(seq)
         awaited = None
         for key in keys[len(self.allocator.lookup(keys)) :]:
             if key not in self._claims:
@@ -339,7 +341,7 @@ class Scheduler:
             num_cached = seq.num_prompt_tokens - 1
             shared = source.pages[: num_cached // allocator.page_size]
         else:
-            shared = [] if self._computes_whole_prompt(seq) else allocator.lookup(self._prefix_keys(seq))
+            shared = allocator.lookup(self._shareable_keys(seq))
             num_cached = len(shared) * allocator.page_size
         allocator.share(shared)
         missing = allocator.num_pages_for(len(seq.token_ids)) - len(shared)

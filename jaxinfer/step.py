@@ -3,7 +3,9 @@
     step(config, weights, kv_cache, rows, batch) -> (StepOutput, KVCache, RowState)
 
 `prefill[t,b]` runs it once over t tokens of b rows (decode rows may ride along); `decode[b,k]` runs it k times
-over one token per row, inside one program. Both are `run_steps` with other static arguments.
+over one token per row, inside one program. Both are `run_steps` with other static arguments. `score[t,s]`
+finds logprobs of prompt tokens: it unembeds s of the t hidden states of a prefill, so that the logits of a
+whole prompt never exist at once.
 """
 
 import logging
@@ -26,6 +28,7 @@ from jaxinfer.sampling import LogprobsMode, RowState, SampleOutput, SamplingBatc
 
 logger = logging.getLogger(__name__)
 
+SCORE_POSITIONS = 64  # prompt positions that one score program unembeds
 NUM_END_IDS = 8  # end ids per row that a multi-step decode can watch for
 
 
@@ -42,9 +45,9 @@ class DecodeLimits:
 class Program:
     """The static part of one compiled program. num_tokens == num_rows for decode."""
 
-    kind: str  # "prefill" | "decode"
+    kind: str  # "prefill" | "decode" | "score"
     num_tokens: int  # T
-    num_rows: int  # B
+    num_rows: int  # B; positions at once of "score"
     num_steps: int = 1  # k
     variant: Variant = "greedy"  # of the sampler
     num_logprobs: int | None = None  # alternatives returned per token; None returns no logprobs
@@ -53,11 +56,10 @@ class Program:
     )
 
     def __str__(self) -> str:
-        shape = (
-            (self.num_tokens, self.num_rows) if self.kind == "prefill" else (self.num_rows, self.num_steps)
-        )
+        shape = (self.num_rows, self.num_steps) if self.kind == "decode" else (self.num_tokens, self.num_rows)
         logprobs = "" if self.num_logprobs is None else f" logprobs={self.num_logprobs}"
-        return f"{self.kind}[{shape[0]},{shape[1]}] {self.variant}{logprobs}"
+        variant = "" if self.kind == "score" else f" {self.variant}"
+        return f"{self.kind}[{shape[0]},{shape[1]}]{variant}{logprobs}"
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,9 @@ class Buckets:
     decode_steps: int  # k
     max_multi_step_rows: int
     variants: tuple[Variant, ...] = ("greedy",)  # compiled at warm-up
+    prompt_logprobs: tuple[
+        int, ...
+    ] = ()  # their score programs, likewise: 0, or MAX_LOGPROBS for all up to it
 
     @staticmethod
     def default(
@@ -107,15 +112,19 @@ class Buckets:
             shapes += [
                 ("decode", b, b, self.decode_steps) for b in self.decode if b <= self.max_multi_step_rows
             ]
-        return [Program(kind, t, b, k, variant) for variant in self.variants for kind, t, b, k in shapes]
+        programs = [Program(kind, t, b, k, variant) for variant in self.variants for kind, t, b, k in shapes]
+        widths = dict.fromkeys(t for t, _ in self.prefill)
+        return programs + [score_program(t, k) for k in self.prompt_logprobs for t in widths]
 
-    def shape(self, num_tokens: int, num_rows: int, num_steps: int) -> tuple[str, int, int]:
-        """(kind, T, B) of the smallest bucket for a step.
+    def shape(
+        self, num_tokens: int, num_rows: int, num_steps: int, scores_prompt: bool = False
+    ) -> tuple[str, int, int]:
+        """(kind, T, B) of the smallest bucket for a step; prompts are scored by prefills alone.
 
         Raises:
           ValueError: there is none.
         """
-        if num_tokens == num_rows:
+        if num_tokens == num_rows and not scores_prompt:
             for b in self.decode:
                 if num_rows <= b and (num_steps == 1 or b <= self.max_multi_step_rows):
                     return "decode", b, b
@@ -124,6 +133,17 @@ class Buckets:
                 if num_tokens <= t and num_rows <= b:
                     return "prefill", t, b
         raise ValueError(f"no bucket holds {num_tokens} tokens of {num_rows} rows, {num_steps} steps: {self}")
+
+
+def score_program(num_tokens: int, num_logprobs: int) -> Program:
+    """The program that scores prompt tokens after a prefill of `num_tokens`."""
+    return Program("score", num_tokens, min(num_tokens, SCORE_POSITIONS), num_logprobs=num_logprobs)
+
+
+@struct.dataclass
+class StepOutput:
+    sampled: SampleOutput  # [k, B] arrays
+    hidden: jax.Array | None  # [T, D] of a prefill: what `score` reads; None after a decode
 
 
 def step(
@@ -138,12 +158,12 @@ def step(
     variant: Variant = "greedy",
     num_logprobs: int | None = None,
     logprobs_mode: LogprobsMode = "raw",
-) -> tuple[SampleOutput, KVCache, RowState]:
+) -> tuple[StepOutput, KVCache, RowState]:
     """One forward over the batch and one drawn token per row that samples.
 
     Returns:
-      SampleOutput ([B] arrays; rows that do not sample hold values without meaning), the cache with this step's
-      K and V appended, and the row state with the drawn tokens recorded.
+      StepOutput ([B] arrays; rows that do not sample hold values without meaning; hidden [T, D]), the cache
+      with this step's K and V appended, and the row state with the drawn tokens recorded.
     """
     first = jnp.minimum(batch.cu_q_lens[:-1], len(batch.token_ids) - 1)
     # A decode row's input id is what it drew last; it never visits the host.
@@ -163,7 +183,28 @@ def step(
         logprobs_mode=logprobs_mode,
     )
     rows = sampling.record(rows, batch.row_ids, output.tokens, batch.samples)
-    return output, kv_cache, rows
+    return StepOutput(output, hidden), kv_cache, rows
+
+
+def score(
+    model: ModuleType,
+    config: Any,
+    num_logprobs: int,
+    weights: Any,
+    hidden: jax.Array,
+    index: jax.Array,
+    targets: jax.Array,
+) -> SampleOutput:
+    """How probable the model found prompt tokens: log-softmax of its logits in float32, no filter, no penalty.
+
+    Args:
+      num_logprobs: alternatives returned beside each token.
+      hidden: [T, D] of a prefill.
+      index: i32[S], which of them to unembed.
+      targets: i32[S], the prompt token after each.
+    """
+    logits = model.unembed(config, weights, hidden[index])  # f32[S, V]
+    return sampling.with_logprobs(targets, logits, num_logprobs)
 
 
 def run_steps(
@@ -177,7 +218,7 @@ def run_steps(
     batch: StepBatch,
     sampling_batch: SamplingBatch | None,
     limits: DecodeLimits | None,
-) -> tuple[SampleOutput, KVCache, RowState]:
+) -> tuple[StepOutput, KVCache, RowState]:
     """`program.num_steps` steps; every array of the SampleOutput gains a leading axis k.
 
     A row that ends on the way draws on, but writes to the null page: what follows its end has no meaning.
@@ -193,20 +234,22 @@ def run_steps(
     )
     if program.num_steps == 1:
         output, kv_cache, rows = one(kv_cache, rows, batch, sampling_batch)
-        return jax.tree.map(lambda x: x[None], output), kv_cache, rows
+        sampled = jax.tree.map(lambda x: x[None], output.sampled)
+        return StepOutput(sampled, output.hidden if program.kind == "prefill" else None), kv_cache, rows
     assert limits is not None
 
     def body(carry, _):
         kv_cache, rows, batch = carry
         output, kv_cache, rows = one(kv_cache, rows, batch, sampling_batch)
+        sampled = output.sampled
         position = batch.positions + 1  # of the token just drawn
-        ended = jnp.any(output.tokens[:, None] == limits.end_ids, axis=1) & (position >= limits.end_from)
+        ended = jnp.any(sampled.tokens[:, None] == limits.end_ids, axis=1) & (position >= limits.end_from)
         active = batch.samples & ~ended & (position < limits.last_position)
         batch = next_decode(replace(batch, samples=active), active, kv_cache.spec.page_size)
-        return (kv_cache, rows, batch), output
+        return (kv_cache, rows, batch), sampled
 
-    (kv_cache, rows, _), output = jax.lax.scan(body, (kv_cache, rows, batch), length=program.num_steps)
-    return output, kv_cache, rows
+    (kv_cache, rows, _), sampled = jax.lax.scan(body, (kv_cache, rows, batch), length=program.num_steps)
+    return StepOutput(sampled, None), kv_cache, rows
 
 
 class Programs:
@@ -232,11 +275,12 @@ class Programs:
         return len(self._compiled)
 
     def get(self, program: Program, arguments: tuple) -> Callable[..., Any]:
-        """The executable of `program`, compiled for `arguments` of `run_steps` if it is not there yet.
+        """The executable of `program`, compiled for `arguments` if it is not there yet.
 
         Args:
           program: what to compile.
-          arguments: (weights, kv_cache, rows, batch, sampling_batch, limits), arrays or their shapes.
+          arguments: (weights, kv_cache, rows, batch, sampling_batch, limits) of `run_steps`, or
+            (weights, hidden, index, targets) of `score`; arrays or their shapes.
 
         Raises:
           RuntimeError: the engine is warm and strict, and `program` is none of its buckets.
@@ -246,9 +290,14 @@ class Programs:
                 if self.warm:
                     self._late(program)
                 start = time.perf_counter()
-                run = partial(run_steps, self._model, self._config, program, self._logprobs_mode)
+                run: Callable[..., Any]
+                if program.kind == "score":
+                    run, donated = partial(score, self._model, self._config, program.num_logprobs), ()
+                else:
+                    run = partial(run_steps, self._model, self._config, program, self._logprobs_mode)
+                    donated = (1, 2)
                 with jax.default_matmul_precision(self._precision or "default"):
-                    lowered = jax.jit(run, donate_argnums=(1, 2)).lower(*arguments)
+                    lowered = jax.jit(run, donate_argnums=donated).lower(*arguments)
                     self._compiled[program] = lowered.compile()
                 seconds = time.perf_counter() - start
                 self.compile_seconds += seconds

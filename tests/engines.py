@@ -2,10 +2,12 @@
 
 import itertools
 import tempfile
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from planted import make_planted, random_table
@@ -33,7 +35,11 @@ _ids = itertools.count()
 
 @cache
 def load(name: str) -> tuple[Any, Any, Any]:
-    """(model file, config, weights) of a tiny model, or of "planted" (table: `planted_table`)."""
+    """(model file, config, weights) of a tiny model, of "planted" (table: `planted_table`), or of "wide"."""
+    if name == "wide":  # random weights and a vocabulary that outgrows everything else
+        model, config, _ = load("llama_gqa")
+        config = replace(config, vocab_size=2**15)
+        return model, config, model.init(config, jax.random.key(0))
     hf, tensors = make_planted(planted_table()) if name == "planted" else make_tiny(name)
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = checkpoints.open_checkpoint(write_hf(Path(folder), hf, tensors))
@@ -57,6 +63,7 @@ def make_engine(
     partial: int = 1,
     prefix_caching: bool = True,
     strict: bool = False,
+    buckets: Buckets = BUCKETS,
 ) -> Engine:
     """A fresh engine; engines of the same model and pool share their compiled programs."""
     model, config, weights = load(name)
@@ -70,13 +77,13 @@ def make_engine(
             scheduler=SchedulerConfig(
                 rows, budget, MODEL_LEN, max_num_partial_prefills=partial, decode_steps=steps
             ),
-            buckets=BUCKETS,
+            buckets=buckets,
             matmul_precision="highest",
             strict_compile=strict,
             enable_prefix_caching=prefix_caching,
         ),
     )
-    if not strict and rows == ROWS:
+    if not strict and rows == ROWS and buckets is BUCKETS:
         engine.programs = _programs.setdefault((name, spec), engine.programs)
     return engine
 

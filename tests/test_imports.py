@@ -17,7 +17,7 @@ LAYERS = [
     "kv_cache layers batch page_allocator metrics",
     "scheduler attention defaults",
     "models",
-    "step",
+    "step logprobs",
     "engine",
     "checkpoints",
     "tokenizer detokenizer chat",
