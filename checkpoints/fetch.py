@@ -68,6 +68,12 @@ def resolve(model: str | Path) -> Path:
     )
 
 
+def is_here(name: str, cache_folder: Path | None = None) -> bool:
+    """Whether catalog model `name` is in the cache folder, verified; downloads nothing."""
+    entry = catalog()[name]
+    return _is_present(_model_folder(name, cache_folder) / entry.file_name, entry)
+
+
 def fetch(name: str, cache_folder: Path | None = None) -> Path:
     """The verified file of catalog model `name`, downloaded if it is not in the cache folder yet.
 
@@ -78,7 +84,7 @@ def fetch(name: str, cache_folder: Path | None = None) -> Path:
     if name not in entries:
         raise FetchError(f"no model {name!r} in the catalog; it has {', '.join(entries)}")
     entry = entries[name]
-    folder = (cache_folder or platformdirs.user_cache_path("jaxinfer") / "models") / name
+    folder = _model_folder(name, cache_folder)
     target = folder / entry.file_name
     try:
         if _is_present(target, entry):
@@ -98,6 +104,10 @@ def fetch(name: str, cache_folder: Path | None = None) -> Path:
             f"cannot keep {name} in {folder} ({error}); free some space or make the folder writable"
         ) from error
     return target
+
+
+def _model_folder(name: str, cache_folder: Path | None) -> Path:
+    return (cache_folder or platformdirs.user_cache_path("jaxinfer") / "models") / name
 
 
 def _is_present(target: Path, entry: CatalogEntry) -> bool:

@@ -1,0 +1,69 @@
+"""SmolLM2-135M-Instruct through `LLM` against transformers: real text, real checkpoint, float32."""
+
+import itertools
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from checkpoints import fetch
+from jaxinfer import LLM, SamplingParams
+from jaxinfer.step import Buckets
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+MODEL = "smollm2-135m-instruct"
+PROMPTS = json.loads((GOLDEN / "smollm2.json").read_text())
+golden = np.load(GOLDEN / "smollm2.npz")
+TOKENS = golden["token_ids"].shape[1]
+
+
+@pytest.fixture(scope="module")
+def llm():
+    if not fetch.is_here(MODEL):
+        pytest.skip("run `jaxinfer fetch smollm2-135m-instruct` first")
+    # Few programs: they take longer to compile than these prompts to run.
+    buckets = Buckets(prefill=((256, 32),), decode=(32,), decode_steps=1, max_multi_step_rows=1)
+    with LLM(
+        MODEL, dtype="float32", max_model_len=512, max_num_seqs=32, max_num_batched_tokens=256, decode_steps=1,
+        buckets=buckets,
+    ) as llm:  # fmt: skip
+        yield llm
+
+
+def test_greedy_tokens_and_logprobs_equal_transformers(llm):
+    params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, logprobs=5)
+    outputs = llm.generate([p["token_ids"] for p in PROMPTS], params, use_tqdm=False)
+    tolerated, worst, compared = 0, 0.0, 0
+    for row, output in enumerate(outputs):
+        ids = output.outputs[0].token_ids
+        for i, (ours, theirs) in enumerate(zip(ids, golden["token_ids"][row].tolist(), strict=True)):
+            if ours != theirs:
+                assert golden["gaps"][row, i] < 1e-3, (PROMPTS[row]["name"], i, ours, theirs)
+                tolerated += 1
+                break
+            entries = output.outputs[0].logprobs[i]
+            for token, logprob in zip(golden["top_ids"][row, i], golden["top_logprobs"][row, i], strict=True):
+                worst = max(worst, abs(entries[int(token)].logprob - logprob))
+            compared += 1
+    print(f"{compared} tokens compared, {tolerated} rows ended at a near-tie, worst logprob {worst:.1e}")
+    assert worst < 1e-4
+    assert tolerated <= 1
+    assert compared >= 31 * TOKENS
+
+
+def test_text_prompts_give_the_same_ids(llm):
+    rows = [i for i, p in enumerate(PROMPTS) if "messages" not in p]
+    params = SamplingParams(temperature=0, max_tokens=1)
+    outputs = llm.generate([PROMPTS[i]["text"] for i in rows], params, use_tqdm=False)
+    assert [o.prompt_token_ids for o in outputs] == [PROMPTS[i]["token_ids"] for i in rows]
+
+
+def test_chat_answers_the_question_and_stops_at_the_end_token(llm):
+    messages = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
+    outputs = list(llm.stream_chat(messages, SamplingParams(temperature=0, max_tokens=32)))
+    final = outputs[-1].outputs[0]
+    assert (final.text, final.finish_reason) == ("The capital of France is Paris.", "stop")
+    assert outputs[-1].finished and not outputs[0].finished
+    grown = [o.outputs[0].text for o in outputs]
+    assert all(after.startswith(before) for before, after in itertools.pairwise(grown))
