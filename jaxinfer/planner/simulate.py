@@ -156,24 +156,25 @@ def simulate(
     allocator = PageAllocator(num_pages, page_size, enable_prefix_caching=False)
     scheduler = Scheduler(config, allocator)
     coming = deque(arrivals)
-    times: dict[Sequence, Times] = {}
+    times: list[Times] = []
+    unfinished: dict[Sequence, Times] = {}
     in_flight: deque[tuple[ScheduledStep, float]] = deque()  # with the time at which the device is done
     curve: list[tuple[float, int, int, int]] = []
     now = device_free = busy = 0.0
-    num_steps = num_requests = peak = 0
+    num_steps = peak = 0
     stride = 1  # steps from one point of the curve to the next
     while coming or scheduler.has_unfinished:
         while coming and coming[0].time_s <= now:
             arrival = coming.popleft()
             params = SamplingParams(max_tokens=arrival.output_len, temperature=0.0, ignore_eos=True)
-            (seq,) = scheduler.add(Request(str(num_requests), (0,) * arrival.prompt_len, params))
-            times[seq] = Times(arrival.time_s)
-            num_requests += 1
+            (seq,) = scheduler.add(Request(str(len(times)), (0,) * arrival.prompt_len, params))
+            unfinished[seq] = Times(arrival.time_s)
+            times.append(unfinished[seq])
         step = scheduler.schedule()
         if step is not None:
             for seq in step.admitted:
-                if times[seq].scheduled is None:
-                    times[seq].scheduled = now
+                if unfinished[seq].scheduled is None:
+                    unfinished[seq].scheduled = now
             duration = _duration(step, step_time, buckets)
             device_free = max(now, device_free) + duration
             busy += duration
@@ -193,14 +194,16 @@ def simulate(
             accepted = scheduler.commit(done, [(0,) * row.num_samples for row in done.rows])
             for row, count in zip(done.rows, accepted, strict=True):
                 if count:
-                    found = times[row.seq]
+                    found = unfinished[row.seq]
                     found.first_token = found.first_token or now
                     found.last_token = now
                     found.num_tokens += count
+                    if row.seq.finished:
+                        del unfinished[row.seq]
         elif step is None:
             now = max(now, coming[0].time_s)
     return Simulation(
-        times=list(times.values()),
+        times=times,
         duration_s=now,
         num_steps=num_steps,
         num_preemptions=scheduler.stats().num_preemptions,
