@@ -8,8 +8,8 @@ the next step never waits for the host.
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -22,10 +22,11 @@ from jaxinfer import kv_cache as kv
 from jaxinfer import logprobs, sampling
 from jaxinfer.batch import StepBatch
 from jaxinfer.kv_cache import KVCacheSpec
+from jaxinfer.logits_processors import ProcessorArgs
 from jaxinfer.logprobs import PromptPiece
 from jaxinfer.page_allocator import PageAllocator
 from jaxinfer.request import MAX_LOGPROB_ENTRIES, Request, RequestMetrics, Sequence
-from jaxinfer.sampling import LogprobsMode, SampleOutput, SamplingBatch, SamplingRow, Variant
+from jaxinfer.sampling import LogitsProcessor, LogprobsMode, SampleOutput, SamplingBatch, SamplingRow, Variant
 from jaxinfer.scheduler import ScheduledStep, Scheduler, SchedulerConfig
 from jaxinfer.step import NUM_END_IDS, Buckets, DecodeLimits, Program, Programs
 
@@ -45,6 +46,8 @@ class EngineConfig:
     strict_compile: bool = False
     enable_prefix_caching: bool = True
     cache_salt: str = ""  # names the model: pages are shared only under the same salt
+    logits_processors: tuple[LogitsProcessor, ...] = ()
+    logits_processor_args: Mapping[str, Any] | None = None  # see logits_processors.py
 
 
 @dataclass(frozen=True)
@@ -85,9 +88,11 @@ class Engine:
             model,
             model_config,
             logprobs_mode=config.logprobs_mode,
+            logits_processors=config.logits_processors,
             matmul_precision=config.matmul_precision,
             strict=config.strict_compile,
         )
+        self._processor_args = ProcessorArgs(config.logits_processor_args)
         self._start_host_state()
 
     def _allocate(self) -> None:
@@ -106,7 +111,7 @@ class Engine:
         self.scheduler = Scheduler(self.config.scheduler, allocator)
         self._in_flight: deque[tuple[ScheduledStep, SampleOutput, list[PromptPiece]]] = deque()
         self._sampling_key: tuple | None = None
-        self._sampling: tuple[Variant, SamplingBatch | None, tuple | None] = ("greedy", None, None)
+        self._sampling: tuple[dict[str, Any], SamplingBatch | None] = ({}, None)
         self._unfinished: dict[Sequence, SamplingRow] = {}
 
     # Requests
@@ -125,16 +130,20 @@ class Engine:
         self._check_ids("prompt_token_ids", request.prompt_token_ids, vocab)
         for name in ("allowed_token_ids", "stop_token_ids", "logit_bias", "logprob_token_ids"):
             self._check_ids(name, getattr(params, name) or (), vocab)
-        for name in ("logprob_token_ids", "extra_args"):
-            if getattr(params, name) is not None:
-                raise NotImplementedError(f"{name} does not act yet; leave it out")
+        if params.extra_args:
+            if not self.config.logits_processors:
+                raise ValueError("extra_args need LLM(logits_processors=[...]), and this engine has none")
+            self._processor_args.check(params.extra_args)
         self._check_logprob_entries(request)
         words = [ids for word in params.bad_words or () for ids in self._ban(word)]
         ends = (frozenset() if params.ignore_eos else request.end_token_ids) | set(
             params.stop_token_ids or ()
         )
         sequences = self.scheduler.add(request)
+        self._processor_args.learn(params.extra_args or {})
         for seq in sequences:
+            if seq.scores_prompt:
+                seq.prompt_logprobs = [None] * min(request.score_from, seq.num_prompt_tokens)
             seq.metrics = RequestMetrics(arrival_time=request.arrival_time)
             self._unfinished[seq] = SamplingRow(
                 params, request.seed, seq.index, seq.num_prompt_tokens, tuple(sorted(ends)), words
@@ -246,7 +255,7 @@ class Engine:
             assert seq.metrics is not None
             if seq.metrics.first_scheduled_time is None:
                 seq.metrics.first_scheduled_time = now
-            if seq.params.needs_history:
+            if seq.params.needs_history or self.config.logits_processors:
                 padded = np.zeros(self.config.scheduler.max_model_len, np.int32)
                 padded[: len(seq.token_ids)] = seq.token_ids
                 self._rows = self._set_row(
@@ -262,19 +271,35 @@ class Engine:
         # While the same rows run, their parameters stay on the device.
         if self._sampling_key != (seqs, num_rows):
             known = [self._unfinished[seq] for seq in seqs]
-            variant, on_device, extras_shape = sampling.variant_of(known), None, None
-            if variant != "greedy":
-                host = SamplingBatch.from_rows(known, num_rows, self.model_config.vocab_size)
-                extras_shape = None if host.extras is None else host.extras.list_lengths
-                on_device = jax.device_put(host)
-            self._sampling_key, self._sampling = (seqs, num_rows), (variant, on_device, extras_shape)
-        variant, on_device, extras_shape = self._sampling
-        wanted = [seq.params.logprobs for seq in seqs if seq.params.logprobs is not None]
+            options, batch = self._sampling_batch(known, num_rows, sampling.variant_of(known))
+            self._sampling_key, self._sampling = (seqs, num_rows), (options, jax.device_put(batch))
+        options, on_device = self._sampling
+        wanted = [seq.params.logprobs or 0 for seq in seqs if seq.params.wants_logprobs]
         num_logprobs = logprobs.width(wanted, self.model_config.vocab_size) if wanted else None
         program = Program(
-            kind, num_tokens, num_rows, scheduled.num_steps, variant, num_logprobs, extras_shape
+            kind, num_tokens, num_rows, scheduled.num_steps, num_logprobs=num_logprobs, **options
         )
         return program, on_device
+
+    def _sampling_batch(
+        self, rows: list[SamplingRow], num_rows: int, variant: Variant
+    ) -> tuple[dict[str, Any], SamplingBatch | None]:
+        """What rows ask of a step beside its shape: the static part, fields of Program, and the arrays."""
+        args = self._processor_args
+        if variant == "greedy" and not args.signature and all(not r.params.logprob_token_ids for r in rows):
+            return {"variant": variant}, None
+        batch = SamplingBatch.from_rows(
+            rows,
+            num_rows,
+            self.model_config.vocab_size,
+            args.batch([row.params.extra_args for row in rows], num_rows),
+        )
+        options: dict[str, Any] = {"variant": variant, "processor_args": args.signature}
+        if batch.extras is not None:
+            options["extras_shape"] = batch.extras.list_lengths
+        if batch.label_ids is not None:
+            options["num_labels"] = batch.label_ids.shape[1]
+        return options, batch
 
     def _limits(self, scheduled: ScheduledStep, program: Program) -> DecodeLimits:
         end_ids = np.full((program.num_rows, NUM_END_IDS), self.model_config.vocab_size, np.int32)
@@ -343,6 +368,8 @@ class Engine:
         What rows with penalties, bans or logprobs need is compiled when first asked for, and counted.
         """
         for program in self.config.buckets.programs():
+            if program.kind != "score":
+                program = replace(program, processor_args=self._processor_args.signature)
             self.programs.get(program, self._warmup_arguments(program))
             progress(program)
         self.programs.warm = True
@@ -356,9 +383,8 @@ class Engine:
             index = np.zeros(program.num_rows, np.int32)
             return self.weights, hidden, index, index
         batch = self._pack(program, [((0,), 0, (1,))])
-        sampling_batch, limits = None, None
-        if program.variant != "greedy":
-            sampling_batch = SamplingBatch.from_rows([], program.num_rows, self.model_config.vocab_size)
+        limits = None
+        _, sampling_batch = self._sampling_batch([], program.num_rows, program.variant)
         if program.num_steps > 1:
             rows = np.zeros(program.num_rows, np.int32)
             limits = DecodeLimits(np.zeros((program.num_rows, NUM_END_IDS), np.int32), rows, rows)  # type: ignore[arg-type]

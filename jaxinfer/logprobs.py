@@ -68,10 +68,10 @@ def dispatch_prompt_scores(
         program = score_program(hidden.shape[0], num_logprobs)
         for i in range(0, len(places), program.num_rows):
             part = places[i : i + program.num_rows]
-            index, targets = np.zeros((2, program.num_rows), np.int32)
-            index[: len(part)] = [place for _, _, place in part]
-            targets[: len(part)] = [seq.token_ids[at] for seq, at, _ in part]
-            arguments = (weights, hidden, index, targets)
+            padded = np.zeros((2, program.num_rows), np.int32)
+            padded[0, : len(part)] = [place for _, _, place in part]
+            padded[1, : len(part)] = [seq.token_ids[at] for seq, at, _ in part]
+            arguments = (weights, hidden, padded[0], padded[1])
             output = compiled(program, arguments)(*arguments)
             pieces.append(PromptPiece([(seq, at) for seq, at, _ in part], output))
     return pieces
@@ -81,7 +81,6 @@ def take_prompt_scores(piece: PromptPiece, host: SampleOutput) -> None:
     """Appends to `seq.prompt_logprobs`: `host` is the output of `piece`, read from the device."""
     for b, (seq, index) in enumerate(piece.places):
         entries = seq.prompt_logprobs
-        entries.extend([None] * (seq.request.score_from - len(entries)))
         if len(entries) == index:  # else it was scored before a preemption
             entries.append(_entries(host, (b,), seq.token_ids[index], seq.params.prompt_logprobs or 0))
 

@@ -39,16 +39,17 @@ class Extras(struct.PyTreeNode):
         return self.bias_ids.shape[1], num_words, word_len, self.stop_ids.shape[1]
 
 
-def asks_for_extras(params: Any, bad_words: Sequence[Sequence[int]] = ()) -> bool:
-    """Whether a row with these SamplingParams needs `Extras`."""
+def asks_for_extras(row: Any) -> bool:
+    """Whether a `SamplingRow` needs `Extras`. min_tokens alone does not, if no token could end the row."""
+    params = row.params
     return bool(
         params.presence_penalty != 0
         or params.frequency_penalty != 0
         or params.repetition_penalty != 1
         or params.logit_bias
         or params.allowed_token_ids is not None
-        or params.min_tokens > 0
-        or bad_words
+        or (params.min_tokens > 0 and row.end_ids)
+        or row.bad_words
     )
 
 

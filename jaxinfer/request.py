@@ -191,14 +191,9 @@ class SamplingParams:
 
     @property
     def needs_history(self) -> bool:
-        """Whether sampling depends on the tokens so far (penalties, bad words, min_tokens)."""
+        """Whether sampling depends on which tokens came so far (penalties, bad words)."""
         penalised = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0
-        return bool(penalised or self.bad_words or self.min_tokens)
-
-    @property
-    def edits_logits(self) -> bool:
-        """Whether logits change before the temperature: greedy rows that do not can take the plain argmax."""
-        return self.needs_history or bool(self.logit_bias) or self.allowed_token_ids is not None
+        return bool(penalised or self.bad_words)
 
 
 def _logit_bias(bias: Any) -> dict[int, float]:

@@ -7,7 +7,7 @@ device. They depend on nothing else, so a request draws the same numbers in any 
 after a preemption.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
@@ -44,7 +44,7 @@ class SamplingRow(NamedTuple):
 
 
 class SamplingBatch(struct.PyTreeNode):
-    """Sampling parameters of the rows of a step."""
+    """Sampling parameters of the rows of a step. A greedy step has one only for what stands last."""
 
     temperature: Array  # f32[B]
     top_k: Array  # i32[B], 0 is off
@@ -52,9 +52,17 @@ class SamplingBatch(struct.PyTreeNode):
     min_p: Array  # f32[B], 0 is off
     key: Array  # u32[B, 2] threefry2x32 key of (seed, sample index)
     extras: Extras | None = None  # for variant "full"
+    label_ids: Array | None = None  # i32[B, Q] logprob_token_ids, padded with id 0
+    processor_args: dict[str, Array] = struct.field(default_factory=dict)  # [B, ...] of logits processors
 
     @classmethod
-    def from_rows(cls, rows: Sequence[SamplingRow], num_rows: int, vocab_size: int) -> "SamplingBatch":
+    def from_rows(
+        cls,
+        rows: Sequence[SamplingRow],
+        num_rows: int,
+        vocab_size: int,
+        processor_args: Mapping[str, np.ndarray] | None = None,
+    ) -> "SamplingBatch":
         """A batch of numpy arrays, padded to num_rows with greedy rows; extras if any row asks for them."""
         padding = num_rows - len(rows)
         params = [row.params for row in rows]
@@ -62,7 +70,7 @@ class SamplingBatch(struct.PyTreeNode):
             [(p.temperature, p.top_k, p.top_p, p.min_p) for p in params] + [(0.0, 0, 1.0, 0.0)] * padding
         ).T
         keys = [row_key(row.seed, row.sample_index) for row in rows] + [(0, 0)] * padding
-        full = any(asks_for_extras(row.params, row.bad_words) for row in rows)
+        full = any(asks_for_extras(row) for row in rows)
         return cls(
             temperature=columns[0].astype(np.float32),
             top_k=np.clip(columns[1], 0, vocab_size).astype(np.int32),
@@ -70,7 +78,20 @@ class SamplingBatch(struct.PyTreeNode):
             min_p=columns[3].astype(np.float32),
             key=np.array(keys, np.uint32),  # type: ignore[arg-type]  # numpy until the step puts it on the device
             extras=build_extras(rows, num_rows, vocab_size) if full else None,
+            label_ids=_label_ids(params, num_rows),  # type: ignore[arg-type]
+            processor_args=dict(processor_args or {}),  # type: ignore[arg-type]
         )
+
+
+def _label_ids(params: Sequence[Any], num_rows: int) -> np.ndarray | None:
+    """i32[num_rows, Q], Q a power of two from 8 on; None where no row has labels."""
+    labels = [p.logprob_token_ids or () for p in params]
+    if not any(labels):
+        return None
+    ids = np.zeros((num_rows, max(8, 1 << (max(map(len, labels)) - 1).bit_length())), np.int32)
+    for b, row in enumerate(labels):
+        ids[b, : len(row)] = row
+    return ids
 
 
 class RowState(struct.PyTreeNode):
@@ -94,7 +115,7 @@ class SampleOutput(struct.PyTreeNode):
 
 def variant_of(rows: Sequence[SamplingRow]) -> Variant:
     """The cheapest variant of `sample` that serves all rows."""
-    if any(asks_for_extras(row.params, row.bad_words) for row in rows):
+    if any(asks_for_extras(row) for row in rows):
         return "full"
     if all(row.params.temperature < GREEDY_TEMPERATURE for row in rows):
         return "greedy"

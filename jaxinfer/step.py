@@ -24,7 +24,8 @@ from flax import struct
 from jaxinfer import sampling
 from jaxinfer.batch import StepBatch, last_token_indices, next_decode
 from jaxinfer.kv_cache import KVCache
-from jaxinfer.sampling import LogprobsMode, RowState, SampleOutput, SamplingBatch, Variant
+from jaxinfer.logits_processors import Signature
+from jaxinfer.sampling import LogitsProcessor, LogprobsMode, RowState, SampleOutput, SamplingBatch, Variant
 
 logger = logging.getLogger(__name__)
 
@@ -54,10 +55,13 @@ class Program:
     extras_shape: tuple[int, int, int, int] | None = (
         None  # lengths of the lists in Extras, for variant "full"
     )
+    num_labels: int = 0  # logprob_token_ids per row
+    processor_args: Signature = ()  # what requests hand to logits processors
 
     def __str__(self) -> str:
         shape = (self.num_rows, self.num_steps) if self.kind == "decode" else (self.num_tokens, self.num_rows)
         logprobs = "" if self.num_logprobs is None else f" logprobs={self.num_logprobs}"
+        logprobs += f" labels={self.num_labels}" if self.num_labels else ""
         variant = "" if self.kind == "score" else f" {self.variant}"
         return f"{self.kind}[{shape[0]},{shape[1]}]{variant}{logprobs}"
 
@@ -158,6 +162,7 @@ def step(
     variant: Variant = "greedy",
     num_logprobs: int | None = None,
     logprobs_mode: LogprobsMode = "raw",
+    logits_processors: tuple[LogitsProcessor, ...] = (),
 ) -> tuple[StepOutput, KVCache, RowState]:
     """One forward over the batch and one drawn token per row that samples.
 
@@ -181,6 +186,9 @@ def step(
         variant=variant,
         num_logprobs=num_logprobs,
         logprobs_mode=logprobs_mode,
+        logprob_token_ids=None if sampling_batch is None else sampling_batch.label_ids,
+        logits_processors=logits_processors,
+        processor_params={} if sampling_batch is None else sampling_batch.processor_args,
     )
     rows = sampling.record(rows, batch.row_ids, output.tokens, batch.samples)
     return StepOutput(output, hidden), kv_cache, rows
@@ -212,6 +220,7 @@ def run_steps(
     config: Any,
     program: Program,
     logprobs_mode: LogprobsMode,
+    logits_processors: tuple[LogitsProcessor, ...],
     weights: Any,
     kv_cache: KVCache,
     rows: RowState,
@@ -231,6 +240,7 @@ def run_steps(
         variant=program.variant,
         num_logprobs=program.num_logprobs,
         logprobs_mode=logprobs_mode,
+        logits_processors=logits_processors,
     )
     if program.num_steps == 1:
         output, kv_cache, rows = one(kv_cache, rows, batch, sampling_batch)
@@ -261,10 +271,12 @@ class Programs:
         config: Any,
         *,
         logprobs_mode: LogprobsMode = "raw",
+        logits_processors: tuple[LogitsProcessor, ...] = (),
         matmul_precision: str | None = None,
         strict: bool = False,
     ) -> None:
-        self._model, self._config, self._logprobs_mode = model, config, logprobs_mode
+        self._model, self._config = model, config
+        self._logprobs_mode, self._logits_processors = logprobs_mode, logits_processors
         self._precision, self._strict = matmul_precision, strict
         self._compiled: dict[Program, Callable[..., Any]] = {}
         self._lock = threading.Lock()
@@ -290,19 +302,18 @@ class Programs:
                 if self.warm:
                     self._late(program)
                 start = time.perf_counter()
-                run: Callable[..., Any]
-                if program.kind == "score":
-                    run, donated = partial(score, self._model, self._config, program.num_logprobs), ()
-                else:
-                    run = partial(run_steps, self._model, self._config, program, self._logprobs_mode)
-                    donated = (1, 2)
                 with jax.default_matmul_precision(self._precision or "default"):
-                    lowered = jax.jit(run, donate_argnums=donated).lower(*arguments)
-                    self._compiled[program] = lowered.compile()
+                    self._compiled[program] = self._jit(program).lower(*arguments).compile()
                 seconds = time.perf_counter() - start
                 self.compile_seconds += seconds
                 logger.info("compiled %s in %.2f s", program, seconds)
             return self._compiled[program]
+
+    def _jit(self, program: Program) -> Any:
+        if program.kind == "score":
+            return jax.jit(partial(score, self._model, self._config, program.num_logprobs or 0))
+        options = (program, self._logprobs_mode, self._logits_processors)
+        return jax.jit(partial(run_steps, self._model, self._config, *options), donate_argnums=(1, 2))
 
     def _late(self, program: Program) -> None:
         message = f"program {program} was not among those compiled at warm-up"

@@ -64,6 +64,7 @@ def make_engine(
     prefix_caching: bool = True,
     strict: bool = False,
     buckets: Buckets = BUCKETS,
+    **options: Any,
 ) -> Engine:
     """A fresh engine; engines of the same model and pool share their compiled programs."""
     model, config, weights = load(name)
@@ -81,9 +82,10 @@ def make_engine(
             matmul_precision="highest",
             strict_compile=strict,
             enable_prefix_caching=prefix_caching,
+            **options,
         ),
     )
-    if not strict and rows == ROWS and buckets is BUCKETS:
+    if not strict and rows == ROWS and buckets is BUCKETS and not options:
         engine.programs = _programs.setdefault((name, spec), engine.programs)
     return engine
 

@@ -165,6 +165,28 @@ def test_greedy_follows_the_planted_table_with_exact_logprobs():
         last = token
 
 
+def test_labels_are_scored_beside_the_chosen_token():
+    """C39, and alternatives are kept by id: labels equal to the chosen token or to each other are one entry."""
+    engine, table = make_engine("planted"), planted_table()
+    labels = [7, 7, 40, greedy(table, 8, 1)[0]]
+    [[seq], [top], [plain]] = submit(
+        engine,
+        ([3, 8], greedy_params(9, logprob_token_ids=labels)),
+        ([3, 8], greedy_params(9, logprob_token_ids=labels, logprobs=2)),
+        ([3, 8], greedy_params(9)),
+    )
+    drain(engine)
+    last = 8
+    for token, entries, with_top in zip(seq.output_token_ids, seq.logprobs, top.logprobs, strict=True):
+        exact = next_logprobs(table, last)
+        assert set(entries) == {token, *labels}
+        assert set(with_top) == {token, *labels, *np.argsort(-exact)[:2].tolist()}
+        for i, entry in (entries | with_top).items():
+            assert entry.logprob == pytest.approx(exact[i], abs=1e-4)
+        last = token
+    assert plain.logprobs == [] and plain.output_token_ids == seq.output_token_ids
+
+
 def test_end_ids_stop_ids_and_lengths():
     engine, table = make_engine("planted"), planted_table()
     chain = greedy(table, 8, 12)
