@@ -7,7 +7,8 @@ from jaxinfer.layers import RopeConfig
 # Keys that do not change what inference computes, whatever their value.
 INERT_KEYS = frozenset(
     {
-        "_model_name_or_path", "_name_or_path", "architectures", "attention_dropout", "auto_map", "bos_token_id", "dtype",
+        "_model_name_or_path", "_name_or_path", "architectures", "attention_dropout", "auto_map",
+        "bos_token_id", "dtype",
         "eos_token_id", "id2label", "initializer_range", "is_decoder", "is_encoder_decoder",
         "is_llama_config",
         "label2id", "max_window_layers", "model_type", "name_or_path", "output_attentions",

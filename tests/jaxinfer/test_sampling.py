@@ -510,7 +510,9 @@ def test_variant_is_the_cheapest_that_serves_all_rows():
     greedy, plain, full = row(temperature=0.0), row(), row(min_tokens=1, end_ids=(3,))
     assert variant_of([greedy, greedy]) == "greedy"
     assert variant_of([greedy, plain]) == "sample"
-    assert variant_of([row(min_tokens=9, ignore_eos=True)]) == "sample"  # no token ends it: nothing to suppress
+    assert (
+        variant_of([row(min_tokens=9, ignore_eos=True)]) == "sample"
+    )  # no token ends it: nothing to suppress
     assert variant_of([greedy, full]) == "full"
     assert SamplingBatch.from_rows([plain], 4, 10).extras is None
 
