@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import jax
 
-from jaxinfer import models
+from jaxinfer import defaults, models
 from jaxinfer.engine import Engine
+from jaxinfer.kv_cache import pages_needed
 from jaxinfer.llm import LLM
 from jaxinfer.planner import hardware as facts
 from jaxinfer.planner.hardware import Hardware
@@ -15,7 +16,7 @@ from jaxinfer.planner.roofline import Setting, decode_bound, prefill_time
 from jaxinfer.planner.shape import ModelShape
 from jaxinfer.request import Request, SamplingParams
 
-PREFILL_RUNS = 3  # the fastest counts
+PREFILL_RUNS = 3  # after the first; the fastest counts
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Measurement:
 def measure(
     model: str, *, batch: int = 4, prompt: int = 256, output: int = 64, dtype: str = "auto"
 ) -> Measurement:
-    """Runs a model on the device at hand, after warming it up.
+    """Runs a model on the device at hand; a first run, not timed, compiles what is needed.
 
     Prefill: one prompt of random tokens, from its arrival to its first token, alone. Decode: the mean step
     between the time when all `batch` rows have their first token and the end of the first of them.
@@ -51,12 +52,16 @@ def measure(
     Raises:
       ValueError: the device is an accelerator of which no facts are known.
     """
-    hardware = facts.attached(jax.devices()[0])
+    device, length = jax.devices()[0], prompt + output
+    hardware = facts.attached(device)
+    # Admission keeps a page free for each running row, so that room for full rows alone would hold the last one back.
+    page_size = defaults.page_size("auto", device, length)
     with LLM(
         model,
         dtype=dtype,
         max_num_seqs=batch,
-        max_model_len=prompt + output,
+        max_model_len=length,
+        num_pages=1 + batch * (pages_needed(length, page_size) + 1),
         enable_prefix_caching=False,
     ) as llm:
         return measure_engine(llm, hardware, name=model, batch=batch, prompt=prompt, output=output)
@@ -71,9 +76,8 @@ def measure_engine(
     setting = Setting(shape, hardware, kv_dtype=engine.spec.dtype)
     draw = random.Random(0)
     prompts = [tuple(draw.randrange(shape.vocab_size) for _ in range(prompt)) for _ in range(batch)]
-    llm.warmup(use_tqdm=False)
-    prefill = min(_prefill_seconds(engine, prompts[0]) for _ in range(PREFILL_RUNS))
-    decode = _decode_seconds(engine, prompts, output)
+    prefill = min(_prefill_seconds(engine, prompts[0]) for _ in range(1 + PREFILL_RUNS))
+    decode = min(_decode_seconds(engine, prompts, output) for _ in range(2))
     chunk = engine.config.scheduler.max_num_batched_tokens
     at_least = decode_bound(setting, batch, prompt + output // 2).time_s
     token_bytes = shape.kv_bytes_per_token(engine.spec.dtype)
