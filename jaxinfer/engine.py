@@ -27,7 +27,7 @@ from jaxinfer.logprobs import PromptPiece
 from jaxinfer.page_allocator import PageAllocator
 from jaxinfer.request import MAX_LOGPROB_ENTRIES, Request, RequestMetrics, Sequence
 from jaxinfer.sampling import LogitsProcessor, LogprobsMode, SampleOutput, SamplingBatch, SamplingRow, Variant
-from jaxinfer.scheduler import ScheduledStep, Scheduler, SchedulerConfig
+from jaxinfer.scheduler import ScheduledStep, Scheduler, SchedulerConfig, SchedulerStats
 from jaxinfer.step import NUM_END_IDS, Buckets, DecodeLimits, Program, Programs
 
 logger = logging.getLogger(__name__)
@@ -56,6 +56,12 @@ class Advance:
 
     seq: Sequence
     num_new_tokens: int
+
+
+@dataclass(frozen=True)
+class EngineStats(SchedulerStats):
+    num_programs: int = 0  # compiled so far
+    compile_seconds: float = 0.0
 
 
 class Engine:
@@ -179,11 +185,53 @@ class Engine:
         del seq.logprobs[num_output_tokens:]
         self._settle(seq, self.clock())
 
-    def abort(self, request_id: str) -> None:
-        """Ends what is unfinished of a request with finish_reason "abort"."""
-        now = self.clock()
-        for seq in self.scheduler.abort(request_id):
+    def abort(self, request_id: str) -> list[Sequence]:
+        """Ends what is unfinished of a request with finish_reason "abort", and returns it."""
+        now, aborted = self.clock(), self.scheduler.abort(request_id)
+        for seq in aborted:
             self._settle(seq, now)
+        return aborted
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            **vars(self.scheduler.stats()),
+            num_programs=len(self.programs),
+            compile_seconds=self.programs.compile_seconds,
+        )
+
+    def update_weights(self, weights: Any) -> None:
+        """Runs on other weights from now on: nothing compiles, and cached prefixes are forgotten.
+
+        Args:
+          weights: a tree of the structure, shapes and dtypes of the present one; its leaves are put where
+            the present ones are.
+
+        Raises:
+          RuntimeError: requests are unfinished.
+          ValueError: a leaf is missing, surplus, or of another shape or dtype; nothing has changed then.
+        """
+        if self.has_unfinished:
+            raise RuntimeError(
+                "update_weights: requests are unfinished; let them finish, or abort them first"
+            )
+        old, structure = jax.tree_util.tree_flatten_with_path(self.weights)
+        new = dict(jax.tree_util.tree_flatten_with_path(weights)[0])
+        for path, leaf in old:
+            name = jax.tree_util.keystr(path)
+            if path not in new:
+                raise ValueError(f"update_weights: the tree has no leaf {name}")
+            shapes = [f"{x.dtype}{list(x.shape)}" for x in (new[path], leaf)]
+            if shapes[0] != shapes[1]:
+                raise ValueError(f"update_weights: {name} is {shapes[0]}, this model has {shapes[1]}")
+        if jax.tree_util.tree_structure(weights) != structure:  # type: ignore[operator]
+            surplus = sorted(jax.tree_util.keystr(path) for path in new.keys() - dict(old).keys())
+            raise ValueError(
+                f"update_weights: the tree differs from this model's: {surplus or 'other nodes'}"
+            )
+        self.weights = jax.tree.map(
+            lambda x, present: jax.device_put(x, getattr(present, "sharding", None)), weights, self.weights
+        )
+        self.scheduler.reset_prefix_cache()
 
     # The loop
 

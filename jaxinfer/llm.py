@@ -1,11 +1,15 @@
 """`LLM`: text in, text out. Tokens, chat templates and stop strings around the engine."""
 
+import asyncio
 import hashlib
 import itertools
 import logging
-from collections.abc import Iterator, Mapping
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,24 +21,18 @@ from tqdm import tqdm
 import checkpoints
 from checkpoints import fetch
 from jaxinfer import chat, compile_cache, defaults, models
-from jaxinfer.detokenizer import TextStream
-from jaxinfer.engine import Engine, EngineConfig
+from jaxinfer import prompts as prompts_
+from jaxinfer.engine import Engine, EngineConfig, EngineStats
 from jaxinfer.kv_cache import KVCacheSpec
-from jaxinfer.request import (
-    CompletionOutput,
-    Request,
-    RequestOutput,
-    SamplingParams,
-    Sequence,
-)
-from jaxinfer.sampling import LogprobsMode
-from jaxinfer.scheduler import SchedulerConfig, SchedulerStats
+from jaxinfer.prompts import Prompt
+from jaxinfer.records import Record
+from jaxinfer.request import Loglikelihood, Request, RequestOutput, SamplingParams, Sequence
+from jaxinfer.sampling import LogitsProcessor, LogprobsMode
+from jaxinfer.scheduler import SchedulerConfig
 from jaxinfer.step import Buckets
 from jaxinfer.tokenizer import Tokenizer, load_tokenizer
 
 logger = logging.getLogger(__name__)
-
-Prompt = str | Seq[int] | Mapping[str, Any]
 
 # Options of vLLM that have another name here, or that cannot act.
 RENAMED_OPTIONS = {
@@ -52,50 +50,6 @@ RENAMED_OPTIONS = {
     "num_scheduler_steps": "use decode_steps",
     "trust_remote_code": "code that comes with a checkpoint is never run",
 }
-
-
-@dataclass(eq=False)
-class _Record:
-    """One request of a user, from its prompt to its finished output."""
-
-    prompt: str | None
-    prompt_token_ids: list[int] = field(default_factory=list)
-    request_id: str = ""
-    sequences: list[Sequence] = field(default_factory=list)
-    streams: list[TextStream | None] = field(default_factory=list)
-    texts: list[str] = field(default_factory=list)
-    changed: bool = False
-    error: str | None = None
-
-    @property
-    def finished(self) -> bool:
-        return self.error is not None or all(seq.finish_reason is not None for seq in self.sequences)
-
-    def output(self) -> RequestOutput:
-        metrics = [seq.metrics for seq in self.sequences if seq.metrics is not None]
-        return RequestOutput(
-            request_id=self.request_id,
-            prompt=self.prompt,
-            prompt_token_ids=self.prompt_token_ids,
-            prompt_logprobs=self.sequences[0].prompt_logprobs or None if self.sequences else None,
-            outputs=[
-                CompletionOutput(
-                    index=seq.index,
-                    text=text,
-                    token_ids=seq.output_token_ids,
-                    cumulative_logprob=None if seq.params.logprobs is None else seq.cumulative_logprob,
-                    logprobs=list(seq.logprobs) if seq.params.wants_logprobs else None,
-                    finish_reason=seq.finish_reason,
-                    stop_reason=seq.stop_reason,
-                )
-                for seq, text in zip(self.sequences, self.texts, strict=True)
-            ],
-            finished=self.finished,
-            # With n > 1 the times are those of the sample that ended last.
-            metrics=max(metrics, key=lambda m: m.finished_time or 0.0) if metrics else None,
-            num_cached_tokens=self.sequences[0].num_cached_tokens if self.sequences else 0,
-            error=self.error,
-        )
 
 
 class LLM:
@@ -119,8 +73,22 @@ class LLM:
       matmul_precision: of products in float32: None makes float32 mean float32 on every device.
       decode_steps: tokens per row that one decode program may draw before the host looks.
       strict_compile: raise if a program is compiled after `warmup()`.
-      logprobs_mode: "raw" (log-softmax of the model's logits) or "processed" (after all filters).
+      logprobs_mode: "raw" (log-softmax of the model's logits) or "processed" (after all filters); of output
+        tokens. Those of prompt tokens are always raw.
+      logits_processors: functions of logits, traced into the step; see logits_processors.py.
+      logits_processor_args: what requests may hand to them in `extra_args`: key -> default value.
+      generation_config: "auto": a request without SamplingParams takes the sampling defaults of the model's
+        generation_config.json (`default_sampling_params`); "none": it takes `SamplingParams()`. Parameters that
+        a request gives are never mixed with the file's.
       compilation_cache_dir: folder of compiled programs, "auto", or None for no cache.
+
+    A sequence ends, in this order: at an end id of the model unless `ignore_eos` (finish_reason "stop", stop_reason
+    None), at one of `stop_token_ids` ("stop", the id), at a stop string ("stop", the string), or at `max_tokens` or
+    `max_model_len` ("length"). None but the last before `min_tokens` tokens: number min_tokens + 1 is the first
+    that may end it. The end ids of a model (`end_token_ids`) are united from the tokenizer's EOS,
+    `eos_token_id` of generation_config.json and config.json, and a GGUF file's eos, eot and eom ids.
+
+    Methods may be called from several threads; one at a time runs the engine.
 
     Raises:
       ValueError, TypeError: an option is out of range or does not exist here; the message says what to do.
@@ -151,11 +119,16 @@ class LLM:
         decode_steps: int = 8,
         strict_compile: bool = False,
         logprobs_mode: LogprobsMode = "raw",
+        logits_processors: Seq[LogitsProcessor] = (),
+        logits_processor_args: Mapping[str, Any] | None = None,
+        generation_config: str = "auto",
         compilation_cache_dir: str | Path | None = "auto",
         buckets: Buckets | None = None,
         **unknown: Any,
     ) -> None:
         _refuse_unknown(unknown)
+        if generation_config not in ("auto", "none"):
+            raise ValueError(f"generation_config={generation_config!r} must be 'auto' or 'none'")
         if (model is None) == (config is None or weights is None):
             raise TypeError("give either model=..., or both config=... and weights=...")
         compile_cache.enable(
@@ -165,6 +138,7 @@ class LLM:
         self._owns_weights = model is not None
         self.end_token_ids: frozenset[int] = frozenset()
         salt = "weights given as a tree"
+        self.default_sampling_params = SamplingParams()
         if model is not None:
             path = fetch.resolve(model)
             checkpoint = checkpoints.open_checkpoint(path)
@@ -174,6 +148,9 @@ class LLM:
             weights = checkpoints.load_weights(checkpoint, model_module, config, jnp.dtype(config.dtype))
             self.end_token_ids = frozenset(checkpoint.end_token_ids)
             salt = str(path)
+            if generation_config == "auto":
+                defaults_of_file = prompts_.default_sampling_params(checkpoint.generation_config)
+                self.default_sampling_params = defaults_of_file
         if tokenizer is not None:
             self.end_token_ids |= tokenizer.eos_token_ids
         self.tokenizer, self.config = tokenizer, config
@@ -235,6 +212,8 @@ class LLM:
                 strict_compile=strict_compile,
                 enable_prefix_caching=enable_prefix_caching,
                 cache_salt=salt,
+                logits_processors=tuple(logits_processors),
+                logits_processor_args=logits_processor_args,
             ),
             bad_word_ids=None if tokenizer is None else self._bad_word_ids,
         )
@@ -242,7 +221,9 @@ class LLM:
         self.implementation_choice = chosen
         self._seed = seed
         self._ids = itertools.count()
-        self._records: dict[Sequence, _Record] = {}
+        self._records: dict[Sequence, Record] = {}
+        self._lock = threading.RLock()  # whoever holds it uses the engine
+        self._said_defaults = self.default_sampling_params == SamplingParams()
 
     # Generation
 
@@ -258,7 +239,7 @@ class LLM:
 
         Args:
           prompts: a string, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}; or a list.
-          sampling_params: for all prompts, or one for each; None takes `SamplingParams()`.
+          sampling_params: for all prompts, or one for each; None takes `default_sampling_params`.
           use_tqdm: a progress bar, if the output is a terminal.
           priority: per prompt; lower runs first.
 
@@ -266,7 +247,9 @@ class LLM:
           ValueError: the prompt cannot run. In a list of prompts a bad one fails alone: its output has
             `error` and no `outputs`.
         """
-        return self._finish(self._submit(prompts, sampling_params, priority), use_tqdm, _is_single(prompts))
+        return self._finish(
+            self._submit(prompts, sampling_params, priority), use_tqdm, prompts_.is_single(prompts)
+        )
 
     def stream(
         self,
@@ -280,7 +263,7 @@ class LLM:
         The last output of each request has `finished=True`. Leaving the loop early aborts what is left.
         """
         records = self._submit(prompts, sampling_params, priority)
-        _raise_single(records, _is_single(prompts))
+        _raise_single(records, prompts_.is_single(prompts))
         return self._outputs(records)
 
     def chat(
@@ -312,14 +295,89 @@ class LLM:
         _raise_single(records, single)
         return self._outputs(records)
 
+    async def astream(
+        self,
+        prompts: Prompt | Seq[Prompt],
+        sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
+        *,
+        priority: Seq[int] | None = None,
+    ) -> AsyncIterator[RequestOutput]:
+        """`stream` for `async for`: steps run in a thread, and the event loop is free meanwhile.
+
+        Several may run at a time, and share steps. Cancelling one, or closing it, aborts what is left of it.
+        """
+        single = prompts_.is_single(prompts)
+        async for output in self._aoutputs(lambda: self._submit(prompts, sampling_params, priority), single):
+            yield output
+
+    async def astream_chat(
+        self,
+        messages: Seq[Mapping[str, Any]] | Seq[Seq[Mapping[str, Any]]],
+        sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
+        **template_options: Any,
+    ) -> AsyncIterator[RequestOutput]:
+        """`stream_chat` for `async for`; see `astream`."""
+        single = isinstance(messages[0], Mapping) if messages else True
+        async for output in self._aoutputs(
+            lambda: self._submit_chat(messages, sampling_params, template_options), single
+        ):
+            yield output
+
+    def loglikelihood(
+        self,
+        prompts: str | Seq[int] | Seq[str] | Seq[Seq[int]],
+        continuations: Seq[str | Seq[int]],
+        *,
+        use_tqdm: bool = True,
+    ) -> list[Loglikelihood]:
+        """How probable each continuation is after its prompt; what prompts share is computed once.
+
+        Args:
+          prompts: one for each continuation, or one for all. Text, or token ids; see `prompts.encode_pair` for
+            how text is cut.
+          continuations: of any number of tokens.
+
+        Raises:
+          ValueError: a pair cannot be scored; it is named, and nothing is computed.
+        """
+        many: list[Any] = [prompts] * len(continuations) if prompts_.is_single(prompts) else list(prompts)
+        params = SamplingParams(temperature=0, max_tokens=0, prompt_logprobs=0, detokenize=False)
+        pairs, records = [], []
+        for i, (prompt, continuation) in enumerate(zip(many, continuations, strict=True)):
+            try:
+                pairs.append(prompts_.encode_pair(self.tokenizer, prompt, continuation))
+            except ValueError as error:
+                raise ValueError(f"pair {i}: {error}") from None
+        # Equal beginnings next to each other: their pages are still there.
+        order = sorted(range(len(pairs)), key=lambda i: pairs[i])
+        with self._lock:
+            for i in order:
+                before, after = pairs[i]
+                record = self._add((before + after), params, 0, lambda ids: (None, ids), len(before))
+                records.append(record)
+                if record.error is not None:
+                    self._leave(records)
+                    raise ValueError(f"pair {i}: {record.error}")
+        with self._bar(len(records), "score", use_tqdm) as bar:
+            for _ in self._advance(records, bar):
+                pass
+        results: list[Any] = [None] * len(pairs)
+        for i, record in zip(order, records, strict=True):
+            before, after = pairs[i]
+            entries = record.sequences[0].prompt_logprobs[len(before) :]
+            chosen = [entry[token] for entry, token in zip(entries, after, strict=True) if entry is not None]
+            logprobs = [entry.logprob for entry in chosen]
+            results[i] = Loglikelihood(sum(logprobs), all(entry.rank == 1 for entry in chosen), logprobs)
+        return results
+
     def abort(self, request_id: str) -> None:
         """Ends a request with finish_reason "abort"; nothing happens if it has ended."""
-        self.engine.abort(request_id)
-        for record in set(self._records.values()):
-            if record.request_id == request_id:
-                record.changed = True
+        with self._lock:
+            for seq in self.engine.abort(request_id):
+                if seq in self._records:
+                    self._records[seq].notify()
 
-    def _submit_chat(self, messages, sampling_params, template_options) -> list[_Record]:
+    def _submit_chat(self, messages, sampling_params, template_options) -> list[Record]:
         if self.tokenizer is None:
             raise ValueError("chat needs a tokenizer, and this LLM has none; give LLM(tokenizer=...)")
         tokenizer = self.tokenizer
@@ -331,20 +389,36 @@ class LLM:
 
         return self._submit_all(conversations, render, sampling_params, None)
 
-    def _submit(self, prompts, sampling_params, priority) -> list[_Record]:
-        many = [prompts] if _is_single(prompts) else list(prompts)
-        return self._submit_all(many, self._tokenize, sampling_params, priority)
+    def _submit(self, prompts, sampling_params, priority) -> list[Record]:
+        many = [prompts] if prompts_.is_single(prompts) else list(prompts)
+        return self._submit_all(many, partial(prompts_.tokenize, self.tokenizer), sampling_params, priority)
 
-    def _submit_all(self, prompts, tokenize, sampling_params, priority) -> list[_Record]:
-        params = _one_each("sampling_params", sampling_params or SamplingParams(), len(prompts))
-        priorities = _one_each("priority", 0 if priority is None else list(priority), len(prompts))
-        return [self._add(*each, tokenize) for each in zip(prompts, params, priorities, strict=True)]
+    def _submit_all(self, prompts, tokenize, sampling_params, priority) -> list[Record]:
+        if sampling_params is None and not self._said_defaults:
+            self._said_defaults = True
+            logger.warning(
+                "requests without SamplingParams take the defaults of the model's generation_config.json: %s; "
+                "LLM(generation_config='none') ignores them",
+                self.default_sampling_params,
+            )
+        params = prompts_.one_each(
+            "sampling_params", sampling_params or self.default_sampling_params, len(prompts)
+        )
+        priorities = prompts_.one_each("priority", 0 if priority is None else list(priority), len(prompts))
+        with self._lock:
+            return [self._add(*each, tokenize) for each in zip(prompts, params, priorities, strict=True)]
 
-    def _add(self, prompt: Any, params: SamplingParams, priority: int, tokenize: Any) -> _Record:
+    def _add(
+        self, prompt: Any, params: SamplingParams, priority: int, tokenize: Any, score_from: int = 1
+    ) -> Record:
         """Queues one prompt. What is wrong with it is kept in the record's `error`."""
         number = next(self._ids)
-        record = _Record(prompt if isinstance(prompt, str) else None, request_id=str(number))
+        record = Record(prompt if isinstance(prompt, str) else None, request_id=str(number))
+        if params.detokenize:
+            record.tokenizer = self.tokenizer
         try:
+            if params.stop and self.tokenizer is None:
+                raise ValueError(f"stop={params.stop!r} needs a tokenizer, and this LLM has none")
             record.prompt, record.prompt_token_ids = tokenize(prompt)
             if params.truncate_prompt_tokens is not None:
                 keep = params.truncate_prompt_tokens
@@ -360,85 +434,95 @@ class LLM:
                 priority=priority,
                 seed=_hash64(self._seed, number) if params.seed is None else params.seed,
                 prompt=record.prompt,
+                score_from=score_from,
             )
-            record.sequences = self.engine.add(request)
+            record.begin(self.engine.add(request))
         except (ValueError, TypeError, NotImplementedError) as error:
             record.error = str(error)
             return record
-        for seq in record.sequences:
-            self._records[seq] = record
-            record.texts.append("")
-            stream = None
-            if self.tokenizer is not None and params.detokenize:
-                stream = TextStream(
-                    self.tokenizer,
-                    record.prompt_token_ids,
-                    skip_special_tokens=params.skip_special_tokens,
-                    stop=tuple(params.stop or ()),
-                    include_stop=params.include_stop_str_in_output,
-                    min_tokens=params.min_tokens,
-                )
-            elif params.stop:
-                self.engine.abort(record.request_id)
-                record.error = f"stop={params.stop!r} needs a tokenizer, and this LLM has none"
-            record.streams.append(stream)
+        self._records.update((seq, record) for seq in record.sequences)
         return record
 
-    def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        """(text if known, token ids) of one prompt."""
-        if isinstance(prompt, Mapping):
-            unknown = set(prompt) - {"prompt", "prompt_token_ids"}
-            if unknown or not prompt:
-                raise ValueError(
-                    f"a prompt dict has prompt or prompt_token_ids; this one has {sorted(prompt) or 'nothing'}"
-                )
-            text = prompt.get("prompt")
-            if "prompt_token_ids" in prompt:
-                return text, _token_ids(prompt["prompt_token_ids"])
-            prompt = text  # type: ignore[assignment]
-        if not isinstance(prompt, str):
-            return None, _token_ids(prompt)
-        if self.tokenizer is None:
-            raise ValueError("a text prompt needs a tokenizer, and this LLM has none; give token ids")
-        ids = self.tokenizer.encode(prompt)
-        if not ids and self.tokenizer.bos_token_id is not None:
-            ids = [self.tokenizer.bos_token_id]
-        if not ids:
-            raise ValueError("the prompt is empty, and this model has no BOS token to begin from")
-        return prompt, ids
-
-    def _finish(self, records: list[_Record], use_tqdm: bool, single: bool) -> list[RequestOutput]:
+    def _finish(self, records: list[Record], use_tqdm: bool, single: bool) -> list[RequestOutput]:
         _raise_single(records, single)
-        # disable=None: no bar unless the output is a terminal
-        with tqdm(total=len(records), desc="generate", unit="req", disable=None if use_tqdm else True) as bar:
+        with self._bar(len(records), "generate", use_tqdm) as bar:
             bar.update(sum(record.error is not None for record in records))
             for _ in self._advance(records, bar):
                 pass
         return [record.output() for record in records]
 
-    def _outputs(self, records: list[_Record]) -> Iterator[RequestOutput]:
+    @staticmethod
+    def _bar(total: int, name: str, use_tqdm: bool) -> tqdm:
+        # disable=None: no bar unless the output is a terminal
+        return tqdm(total=total, desc=name, unit="req", disable=None if use_tqdm else True)
+
+    def _outputs(self, records: list[Record]) -> Iterator[RequestOutput]:
         yield from (record.output() for record in records if record.error is not None)
         for record in self._advance(records, None):
             yield record.output()
 
-    def _advance(self, records: list[_Record], bar: Any) -> Iterator[_Record]:
-        """Steps until all records are finished; yields each that has changed. Aborts them if left early."""
-        live = [record for record in records if record.error is None]
+    async def _aoutputs(
+        self, submit: Callable[[], list[Record]], single: bool
+    ) -> AsyncIterator[RequestOutput]:
+        records: list[Record] = []
         try:
+            await asyncio.to_thread(lambda: records.extend(submit()))
+            _raise_single(records, single)
+            for record in records:
+                if record.error is not None:
+                    yield record.output()
+            reader = self._attach(records)
+            live = sum(not record.delivered for record in records)
             while live:
-                if not any(record.changed for record in live):
-                    self._step()
-                still = []
-                for record in live:
-                    if record.changed:
-                        record.changed = False
-                        if record.finished and bar is not None:
-                            bar.update()
-                        yield record
-                    if not record.finished:
-                        still.append(record)
-                live = still
+                outputs = await asyncio.to_thread(self._next_outputs, reader)
+                live -= sum(output.finished for output in outputs)
+                for output in outputs:
+                    yield output
         finally:
+            await asyncio.shield(asyncio.to_thread(self._leave, records))
+
+    def _next_outputs(self, reader: deque[Record]) -> list[RequestOutput]:
+        with self._lock:
+            return [record.output() for record in self._next_changed(reader)]
+
+    def _advance(self, records: list[Record], bar: Any) -> Iterator[Record]:
+        """Steps until all records are finished; yields each that has changed. Aborts them if left early."""
+        try:
+            reader = self._attach(records)
+            live = sum(not record.delivered for record in records)
+            while live:
+                for record in self._next_changed(reader):
+                    if record.delivered:
+                        live -= 1
+                        if bar is not None:
+                            bar.update()
+                    yield record
+        finally:
+            self._leave(records)
+
+    def _attach(self, records: list[Record]) -> deque[Record]:
+        """Where records will be put when they change; those that have already are there."""
+        with self._lock:
+            reader = deque(record for record in records if record.changed)
+            for record in records:
+                record.reader = reader
+                record.delivered = record.error is not None
+            return reader
+
+    def _next_changed(self, reader: deque[Record]) -> list[Record]:
+        """Records that have changed since last asked; after a step, if none had. O(1) for each."""
+        with self._lock:
+            if not reader:
+                self._step()
+            changed = list(reader)
+            reader.clear()
+            for record in changed:
+                record.changed, record.delivered = False, record.finished
+            return changed
+
+    def _leave(self, records: list[Record]) -> None:
+        """Nobody reads these any more: aborts what is unfinished."""
+        with self._lock:
             for record in records:
                 if not record.finished:
                     self.engine.abort(record.request_id)
@@ -447,26 +531,23 @@ class LLM:
 
     def _step(self) -> None:
         """One step of the engine, and its text into whichever records it belongs to."""
-        for advance in self.engine.step():
-            record = self._records.get(advance.seq)
-            if record is not None:  # else its reader has left
-                record.changed = True
-                self._take_text(record, advance.seq)
-
-    def _take_text(self, record: _Record, seq: Sequence) -> None:
-        stream = record.streams[seq.index]
-        if stream is None:
-            return
-        ids = seq.output_token_ids[stream.num_tokens :]
-        ended_by_token = seq.finish_reason == "stop"
-        if ended_by_token and not seq.params.include_stop_str_in_output:
-            ids = ids[:-1]  # an end token, special or not, is no part of the text
-        text = stream.append(ids)
-        if seq.finish_reason is not None:
-            text += stream.finish()
-        record.texts[seq.index] += text
-        if stream.stop_reason is not None and not ended_by_token:
-            self.engine.finish(seq, "stop", stream.stop_reason, stream.num_tokens)
+        with self._lock:
+            try:
+                advances = self.engine.step()
+            except BaseException:  # every request has ended
+                for record in self._records.values():
+                    record.notify()
+                raise
+            for advance in advances:
+                seq = advance.seq
+                if seq not in self._records:
+                    continue  # its reader has left
+                record = self._records[seq]
+                stop = record.take(seq)
+                if stop is not None:
+                    stop_string, num_tokens = stop
+                    self.engine.finish(seq, "stop", stop_string, num_tokens)
+                record.notify()
 
     def _bad_word_ids(self, word: str) -> list[list[int]]:
         """A bad word at the start of a text and after a space: its token ids in both places."""
@@ -482,9 +563,15 @@ class LLM:
         with tqdm(total=len(programs), desc="compile", disable=None if use_tqdm else True) as bar:
             self.engine.warmup(progress=lambda program: bar.update())
 
-    def stats(self) -> SchedulerStats:
-        """Rows, pages, preemptions and cached tokens so far."""
-        return self.engine.scheduler.stats()
+    def stats(self) -> EngineStats:
+        """Rows, pages, preemptions, cached tokens and compiled programs so far."""
+        return self.engine.stats()
+
+    def update_weights(self, weights: Any) -> None:
+        """Goes on with other weights of the same shapes and dtypes; see `Engine.update_weights`."""
+        with self._lock:
+            self.engine.update_weights(weights)
+            self._owns_weights = False
 
     def close(self) -> None:
         """Frees device memory; the LLM cannot be used after it."""
@@ -505,32 +592,7 @@ def _refuse_unknown(options: Mapping[str, Any]) -> None:
         raise TypeError(f"LLM({name}={value!r}): {reason}")
 
 
-def _is_single(prompts: Any) -> bool:
-    """One prompt: a string, a dict, or a list of token ids."""
-    if isinstance(prompts, str | Mapping):
-        return True
-    return len(prompts) > 0 and not isinstance(prompts[0], str | Mapping | Seq)
-
-
-def _token_ids(ids: Any) -> list[int]:
-    ids = list(ids)
-    if not ids:
-        raise ValueError("the prompt has no tokens; give at least one")
-    wrong = [i for i in ids if isinstance(i, bool) or not hasattr(i, "__index__")]
-    if wrong:
-        raise ValueError(f"a prompt is text or token ids; {wrong[0]!r} is no token id")
-    return [int(i) for i in ids]
-
-
-def _one_each(name: str, value: Any, count: int) -> list[Any]:
-    if not isinstance(value, list | tuple):
-        return [value] * count
-    if len(value) != count:
-        raise ValueError(f"{name} has {len(value)} entries for {count} prompts; give one, or one for each")
-    return list(value)
-
-
-def _raise_single(records: list[_Record], single: bool) -> None:
+def _raise_single(records: list[Record], single: bool) -> None:
     if single and records[0].error is not None:
         raise ValueError(records[0].error)
 

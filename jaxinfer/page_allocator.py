@@ -40,6 +40,7 @@ class PageAllocator:
         self._page_of: dict[bytes, int] = {}  # prefix key -> page
         self._key_of: dict[int, bytes] = {}  # page -> prefix key
         self._cached: OrderedDict[int, None] = OrderedDict()  # registered pages nobody holds, oldest first
+        self.peak_used = 0  # most pages that were held at a time
 
     @property
     def num_free(self) -> int:
@@ -74,6 +75,7 @@ class PageAllocator:
                 del self._page_of[self._key_of.pop(page)]
             self._ref_counts[page] = 1
             pages.append(page)
+        self.peak_used = max(self.peak_used, self.num_used)
         return pages
 
     def share(self, pages: Iterable[int]) -> None:
@@ -84,6 +86,7 @@ class PageAllocator:
                     raise ValueError(f"page {page} is free: only a held or cached page can be shared")
                 del self._cached[page]
             self._ref_counts[page] += 1
+        self.peak_used = max(self.peak_used, self.num_used)
 
     def free(self, pages: Sequence[int]) -> None:
         """One holder fewer for each page, given in the order of the sequence: its tail is reclaimed first."""

@@ -11,7 +11,7 @@ import math
 import numbers
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 # Caps that keep one request from starving the others; all are documented in the field list of SamplingParams.
 MAX_N = 1024
@@ -397,3 +397,12 @@ class RequestOutput:
     metrics: RequestMetrics | None = None
     num_cached_tokens: int = 0
     error: str | None = None  # why this request was refused, its neighbours unaffected
+    seed: int | None = None  # what it drew from: SamplingParams(seed=...) with it repeats the outputs
+
+
+class Loglikelihood(NamedTuple):
+    """How probable a continuation is after its prompt."""
+
+    logprob: float  # of all its tokens
+    is_greedy: bool  # each of its tokens is the most probable one at its place
+    token_logprobs: list[float]  # one for each token of the continuation

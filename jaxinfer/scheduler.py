@@ -80,6 +80,7 @@ class SchedulerStats:
     num_preemptions: int
     num_prompt_tokens: int  # of sequences admitted for the first time
     num_cached_tokens: int  # those of them that were not computed
+    peak_pages_used: int = 0
 
 
 class Scheduler:
@@ -209,6 +210,7 @@ class Scheduler:
             num_waiting=self._num_waiting,
             pages_used=self.allocator.num_used,
             pages_total=self.allocator.num_pages - 1,
+            peak_pages_used=self.allocator.peak_used,
             num_preemptions=self._num_preemptions,
             num_prompt_tokens=self._num_prompt_tokens,
             num_cached_tokens=self._num_cached_tokens,

@@ -20,7 +20,8 @@ LAYERS = [
     "step logprobs",
     "engine",
     "checkpoints",
-    "tokenizer detokenizer chat",
+    "tokenizer detokenizer chat prompts",
+    "records",
     "llm planner batch_runner",
     "cli",
 ]

@@ -176,7 +176,8 @@ ENGINE_CASES = {
 }
 # Arguments of LLM without an option: objects of Python; and what cannot act on one prompt of one command.
 NO_OPTION = {"self", "model", "config", "weights", "model_module", "tokenizer", "buckets", "unknown"}
-NO_OPTION |= {"seed", "max_num_partial_prefills", "strict_compile"}
+NO_OPTION |= {"logits_processors", "logits_processor_args"}
+NO_OPTION |= {"seed", "max_num_partial_prefills", "strict_compile", "generation_config"}
 
 
 LLM_ARGUMENTS = inspect.signature(jaxinfer.llm.LLM.__init__).parameters
