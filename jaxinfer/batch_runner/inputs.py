@@ -24,11 +24,11 @@ class BadLine(ValueError):
 Value = Mapping[str, Any] | BadLine
 
 
-def read(path: Path, prompt_column: str | None) -> Iterator[tuple[int, Value]]:
+def read(path: Path, prompt_column: str | None, as_chat: bool = False) -> Iterator[tuple[int, Value]]:
     """(line number from 1, JSON object or what is wrong with it) of each line, or row of a table.
 
-    Rows of .csv and .parquet files become {"prompt": ...} (or "messages" where the column holds lists of
-    objects), with "custom_id" if there is such a column.
+    Rows of .csv and .parquet files become {"prompt": ...}, or {"messages": ...} where the column holds lists of
+    objects or `as_chat` makes one message of each text; with "custom_id" if there is such a column.
 
     Raises:
       ValueError: the file cannot be read as a whole; the message says what to do.
@@ -38,9 +38,10 @@ def read(path: Path, prompt_column: str | None) -> Iterator[tuple[int, Value]]:
             raise ValueError(f"{path} is a table; name the column of prompts with --prompt-column")
         rows = _csv_rows(path, prompt_column) if path.suffix == ".csv" else _parquet_rows(path, prompt_column)
         for number, row in enumerate(rows, 1):
-            yield number, _table_value(row, prompt_column)
-    elif prompt_column is not None:
-        raise ValueError(f"--prompt-column is for .csv and .parquet files; {path} is read as JSON lines")
+            yield number, _table_value(row, prompt_column, as_chat)
+    elif prompt_column is not None or as_chat:
+        option = "--chat" if prompt_column is None else "--prompt-column"
+        raise ValueError(f"{option} is for .csv and .parquet files; {path} is read as JSON lines")
     else:
         for number, raw in _raw_lines(path):
             yield number, decode(raw, first=number == 1)
@@ -134,8 +135,10 @@ def _check_column(path: Path, prompt_column: str, names: Any) -> None:
         raise ValueError(f"{path} has no column {prompt_column!r}; it has {', '.join(map(repr, names))}")
 
 
-def _table_value(row: Mapping[str, Any], prompt_column: str) -> Value:
+def _table_value(row: Mapping[str, Any], prompt_column: str, as_chat: bool) -> Value:
     prompt = row[prompt_column]
+    if as_chat and isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
     is_chat = isinstance(prompt, list) and prompt and isinstance(prompt[0], dict)
     value = {"messages" if is_chat else "prompt": prompt}
     if row.get("custom_id") not in (None, ""):

@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from jaxinfer.batch_runner.tasks import CHAT, Task, hash64
-from jaxinfer.request import CompletionOutput, Logprob, RequestOutput
+from jaxinfer.batch_runner.tasks import CHAT, LOGLIKELIHOOD, Task, hash64
+from jaxinfer.request import CompletionOutput, Logprob, RequestOutput, SamplingParams
 from jaxinfer.tokenizer import Tokenizer
 
 
@@ -35,23 +35,11 @@ def success(
 ) -> dict[str, Any]:
     """The answer to a line. `created` (seconds since 1970) is the start of the job, so that resumed jobs agree."""
     number = f"{hash64(0, task.custom_id):016x}"
-    is_chat = task.url == CHAT
-    choice = _chat_choice if is_chat else _completion_choice
-    num_output_tokens = sum(len(sample.token_ids) for sample in output.outputs)
-    body: dict[str, Any] = {
-        "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{number}",
-        "object": "chat.completion" if is_chat else "text_completion",
-        "created": created,
-        "model": model,
-        "choices": [choice(task, output, sample, tokenizer) for sample in output.outputs],
-        "usage": {
-            "prompt_tokens": len(output.prompt_token_ids),
-            "completion_tokens": num_output_tokens,
-            "total_tokens": len(output.prompt_token_ids) + num_output_tokens,
-        },
-    }
-    if output.prompt_logprobs is not None and not task.echo:
-        body["prompt_logprobs"] = [None if at is None else _by_id(at) for at in output.prompt_logprobs]
+    if task.url == LOGLIKELIHOOD:
+        body = _loglikelihood_body(task, output)
+    else:
+        body = _generation_body(task, output, tokenizer, number)
+    body |= {"created": created, "model": model}
     if task.return_token_ids:
         body["prompt_token_ids"] = output.prompt_token_ids
     return {
@@ -61,6 +49,51 @@ def success(
         "seed": task.params.seed,
         "response": {"status_code": 200, "request_id": f"req_{number}", "body": body},
         "error": None,
+    }
+
+
+def _loglikelihood_body(task: Task, output: RequestOutput) -> dict[str, Any]:
+    """The fields of `LLM.loglikelihood`'s result; positions of the context have no entry."""
+    tokens = output.prompt_token_ids
+    scored = [
+        (t, at[t]) for t, at in zip(tokens, output.prompt_logprobs or [], strict=True) if at is not None
+    ]
+    logprobs = [entry.logprob for _, entry in scored]
+    body: dict[str, Any] = {
+        "object": "loglikelihood",
+        "logprob": _number(sum(logprobs)),
+        "is_greedy": all(entry.rank == 1 for _, entry in scored),
+        "token_logprobs": [_number(logprob) for logprob in logprobs],
+        "usage": _usage(len(tokens), 0),
+    }
+    if task.return_token_ids:
+        body["token_ids"] = [token for token, _ in scored]
+    return body
+
+
+def _generation_body(
+    task: Task, output: RequestOutput, tokenizer: Tokenizer | None, number: str
+) -> dict[str, Any]:
+    is_chat = task.url == CHAT
+    choice = _chat_choice if is_chat else _completion_choice
+    body: dict[str, Any] = {
+        "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{number}",
+        "object": "chat.completion" if is_chat else "text_completion",
+        "choices": [choice(task, output, sample, tokenizer) for sample in output.outputs],
+        "usage": _usage(
+            len(output.prompt_token_ids), sum(len(sample.token_ids) for sample in output.outputs)
+        ),
+    }
+    if output.prompt_logprobs is not None and not task.echo:
+        body["prompt_logprobs"] = [None if at is None else _by_id(at) for at in output.prompt_logprobs]
+    return body
+
+
+def _usage(num_prompt_tokens: int, num_output_tokens: int) -> dict[str, int]:
+    return {
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": num_output_tokens,
+        "total_tokens": num_prompt_tokens + num_output_tokens,
     }
 
 
@@ -82,7 +115,7 @@ def _chat_choice(
     if sample.logprobs is not None:
         content = []
         for token, at in zip(sample.token_ids, sample.logprobs, strict=False):
-            top = [_token_entry(tokenizer, *entry) for entry in _top(at, task.params.logprobs)]
+            top = [_token_entry(tokenizer, *entry) for entry in _top(at, task.params)]
             content.append(_token_entry(tokenizer, token, at[token]) | {"top_logprobs": top})
         logprobs = {"content": content}
     message = {"role": "assistant", "content": sample.text}
@@ -97,10 +130,16 @@ def _completion_choice(
     if sample.logprobs is not None:
         entries = [*(output.prompt_logprobs or [] if task.echo else []), *sample.logprobs]
     if task.echo:
-        text = (output.prompt or "") + text
+        text = _prompt_text(task, output, tokenizer) + text
         tokens = output.prompt_token_ids + tokens
     logprobs = None if entries is None else _completion_logprobs(task, tokens, entries, tokenizer)
     return _common(task, sample) | {"text": text, "logprobs": logprobs}
+
+
+def _prompt_text(task: Task, output: RequestOutput, tokenizer: Tokenizer | None) -> str:
+    if output.prompt is not None or tokenizer is None:
+        return output.prompt or ""
+    return tokenizer.decode(output.prompt_token_ids, task.params.skip_special_tokens)
 
 
 def _completion_logprobs(
@@ -119,7 +158,7 @@ def _completion_logprobs(
             continue
         result["token_logprobs"].append(_number(at[token].logprob))
         top: dict[str, float | None] = {}
-        for other, entry in _top(at, task.params.logprobs):
+        for other, entry in _top(at, task.params):
             text = _text(tokenizer, other)
             # Different tokens may be spelled alike; none is lost.
             top[f"token_id:{other}" if text in top else text] = _number(entry.logprob)
@@ -127,10 +166,12 @@ def _completion_logprobs(
     return result
 
 
-def _top(at: Mapping[int, Logprob], wanted: int | None) -> list[tuple[int, Logprob]]:
-    """The `wanted` most probable tokens of a position (-1: all that are there)."""
+def _top(at: Mapping[int, Logprob], params: SamplingParams) -> list[tuple[int, Logprob]]:
+    """The tokens of a position that were asked for: the most probable ones, and `logprob_token_ids`."""
     ranked = sorted(at.items(), key=lambda item: -item[1].logprob)
-    return ranked if wanted == -1 else ranked[: wanted or 0]
+    count = len(ranked) if params.logprobs == -1 else params.logprobs or 0
+    labels = set(params.logprob_token_ids or ())
+    return [item for i, item in enumerate(ranked) if i < count or item[0] in labels]
 
 
 def _token_entry(tokenizer: Tokenizer | None, token: int, entry: Logprob) -> dict[str, Any]:

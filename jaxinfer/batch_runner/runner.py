@@ -31,7 +31,8 @@ class Job:
     model_hash: str
     defaults: SamplingParams  # of sampling fields that a line leaves out
     seed: int = 0  # of lines that name none: a line draws from hash64(seed, custom_id)
-    prompt_column: str | None = None
+    prompt_column: str | None = None  # of a table
+    as_chat: bool = False  # each text of it is a message to answer
     errors: Path | None = None  # failed lines go here instead of into the output
     shard: tuple[int, int] = (1, 1)  # (i, n): the i-th of n parts, 1 to n
     ordered: bool = False  # sort the finished output by input line
@@ -98,6 +99,7 @@ def _asked(job: Job) -> dict[str, Any]:
     facts = {
         "input_sha256": inputs.sha256(job.input),
         "prompt_column": job.prompt_column,
+        "as_chat": job.as_chat,
         "shard": f"{job.shard[0]}/{job.shard[1]}",
         "errors": None if job.errors is None else job.errors.name,
         "model": job.model,
@@ -135,7 +137,7 @@ def _survey(job: Job, index: Index) -> int:
     Raises ValueError if an id is there twice.
     """
     count, num_twice, first = 0, 0, ""
-    for number, value in inputs.read(job.input, job.prompt_column):
+    for number, value in inputs.read(job.input, job.prompt_column, job.as_chat):
         key = inputs.key_of(value, number)
         other = index.add(key, number)
         if other is not None:
@@ -155,7 +157,7 @@ def _is_mine(job: Job, key: str) -> bool:
 
 def _left(job: Job, index: Index) -> Iterator[tuple[int, str, Value]]:
     """(line number, key, value) of each line of the shard that has no result yet."""
-    for number, value in inputs.read(job.input, job.prompt_column):
+    for number, value in inputs.read(job.input, job.prompt_column, job.as_chat):
         key = inputs.key_of(value, number)
         if _is_mine(job, key) and index.offset(key) is None:
             yield number, key, value

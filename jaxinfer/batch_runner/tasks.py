@@ -9,7 +9,7 @@ from typing import Any
 from jaxinfer.batch_runner.inputs import MAX_ID_CHARS, BadLine, Value, key_of
 from jaxinfer.request import UNSUPPORTED_FIELDS, SamplingParams
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CHAT, COMPLETIONS, LOGLIKELIHOOD = "/v1/chat/completions", "/v1/completions", "/v1/loglikelihood"
 ENVELOPE = {"custom_id", "method", "url", "body"}
 # Fields of real files that cannot change an answer here. They are accepted and counted.
 INERT = {
@@ -24,9 +24,16 @@ INERT = {
     "prompt_cache_key",
 }
 TEMPLATE_OPTIONS = {"tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"}
-CHAT_FIELDS = {"messages", "max_completion_tokens", "top_logprobs"} | TEMPLATE_OPTIONS
-COMPLETION_FIELDS = {"prompt", "echo"}
 SAMPLING_FIELDS = {field.name for field in dataclasses.fields(SamplingParams)}
+FIELDS = {
+    CHAT: {"messages", "max_completion_tokens", "top_logprobs", "return_token_ids"}
+    | TEMPLATE_OPTIONS
+    | SAMPLING_FIELDS,
+    COMPLETIONS: {"prompt", "echo", "return_token_ids"} | SAMPLING_FIELDS,
+    LOGLIKELIHOOD: {"prompt", "continuation", "return_token_ids"},
+}
+# Every token of the continuation gets its logprob, nothing is drawn.
+SCORING = SamplingParams(temperature=0, max_tokens=0, prompt_logprobs=0, detokenize=False)
 RANDOM_FIELDS = ("top_p", "top_k", "min_p")  # without a temperature these do nothing
 
 
@@ -38,6 +45,7 @@ class Task:
     custom_id: str
     url: str
     prompt: str | list[int] | list[dict[str, Any]]  # text, token ids, or messages
+    continuation: str | list[int] | None  # to be scored after the prompt
     params: SamplingParams  # with a definite seed
     template_options: dict[str, Any]
     echo: bool
@@ -58,14 +66,16 @@ def parse(value: Value, line: int, defaults: SamplingParams, seed: int) -> Task:
     if isinstance(value, BadLine):
         raise value
     url, body = _unwrap(value)
-    known = (CHAT_FIELDS if url == CHAT else COMPLETION_FIELDS) | SAMPLING_FIELDS | {"return_token_ids"}
     for name in body:
         if name in UNSUPPORTED_FIELDS:
             raise BadLine("unknown_field", f"{name} does not act here: {UNSUPPORTED_FIELDS[name]}")
-        if name not in known and name not in INERT:
+        if name not in FIELDS[url] and name not in INERT:
             raise BadLine("unknown_field", f"there is no field {name[:80]!r} in a request to {url}")
     given = {name: field for name, field in body.items() if field is not None and name not in INERT}
-    prompt = _messages(given) if url == CHAT else _prompt(given)
+    prompt = _messages(given) if url == CHAT else _text_or_ids(given, "prompt")
+    continuation = None
+    if url == LOGLIKELIHOOD:
+        continuation, defaults = _text_or_ids(given, "continuation"), SCORING
     echo, return_token_ids = _flag(given, "echo"), _flag(given, "return_token_ids")
     template_options = {name: given.pop(name) for name in TEMPLATE_OPTIONS & given.keys()}
     if url == CHAT:
@@ -82,7 +92,18 @@ def parse(value: Value, line: int, defaults: SamplingParams, seed: int) -> Task:
     inert = [name for name in body if name in INERT]
     if params.greedy and "temperature" not in given:
         inert += [f"{name} without a temperature" for name in RANDOM_FIELDS if name in given]
-    return Task(line, custom_id, url, prompt, params, template_options, echo, return_token_ids, tuple(inert))
+    return Task(
+        line=line,
+        custom_id=custom_id,
+        url=url,
+        prompt=prompt,
+        continuation=continuation,
+        params=params,
+        template_options=template_options,
+        echo=echo,
+        return_token_ids=return_token_ids,
+        inert=tuple(inert),
+    )
 
 
 def _unwrap(value: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
@@ -94,6 +115,8 @@ def _unwrap(value: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
         body = {name: field for name, field in value.items() if name != "custom_id"}
         if ("messages" in body) == ("prompt" in body):
             raise BadLine("invalid_request", "the line needs a prompt, messages, or a url and a body")
+        if "continuation" in body:
+            return LOGLIKELIHOOD, body
         return (CHAT if "messages" in body else COMPLETIONS), body
     if custom_id is None:
         raise BadLine("missing_custom_id", "the line has no custom_id")
@@ -102,9 +125,9 @@ def _unwrap(value: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
         raise BadLine("unknown_field", f"there is no field {unknown[0][:80]!r} beside body")
     if value.get("method", "POST") != "POST":
         raise BadLine("invalid_request", "method must be POST")
-    if value.get("url") not in (CHAT, COMPLETIONS):
+    if value.get("url") not in list(FIELDS):
         raise BadLine(
-            "unknown_url", f"url must be {CHAT} or {COMPLETIONS}, not {str(value.get('url'))[:80]!r}"
+            "unknown_url", f"url must be one of {', '.join(FIELDS)}, not {str(value.get('url'))[:80]!r}"
         )
     if not isinstance(value.get("body"), dict):
         raise BadLine("invalid_request", "body must be a JSON object")
@@ -118,12 +141,12 @@ def _messages(given: dict[str, Any]) -> list[dict[str, Any]]:
     return messages
 
 
-def _prompt(given: dict[str, Any]) -> str | list[int]:
-    prompt = given.pop("prompt", None)
-    is_ids = isinstance(prompt, list) and all(type(token) is int for token in prompt)
-    if not isinstance(prompt, str) and not is_ids:
-        raise BadLine("invalid_value", "prompt must be one text, or one list of token ids")
-    return prompt
+def _text_or_ids(given: dict[str, Any], name: str) -> str | list[int]:
+    value = given.pop(name, None)
+    is_ids = isinstance(value, list) and all(type(token) is int for token in value)
+    if not isinstance(value, str) and not is_ids:
+        raise BadLine("invalid_value", f"{name} must be one text, or one list of token ids")
+    return value
 
 
 def _flag(given: dict[str, Any], name: str) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 from jaxinfer.batch_runner.tasks import CHAT, Task
 from jaxinfer.llm import LLM
+from jaxinfer.prompts import encode_pair
 from jaxinfer.request import RequestOutput
 
 ROWS_WAITING = 1  # per running row: enough that a row never waits for a line to be read
@@ -37,6 +38,10 @@ class Window:
         try:
             if task.url == CHAT:
                 (record,) = self._llm._submit_chat(task.prompt, task.params, task.template_options)
+            elif task.continuation is not None:
+                before, after = encode_pair(self._llm.tokenizer, task.prompt, task.continuation)  # type: ignore[arg-type]
+                ids = before + after
+                record = self._llm._add(ids, task.params, 0, lambda ids: (None, ids), score_from=len(before))
             else:
                 (record,) = self._llm._submit([task.prompt], task.params, None)
         except (ValueError, TypeError) as error:
@@ -56,13 +61,10 @@ class Window:
     def abort(self) -> None:
         """Ends what is under way."""
         for record in list(self._under_way):
-            if not record.finished:
-                self._llm.abort(record.request_id)
             self._leave(record)
 
     def _leave(self, record: Any) -> Task:
-        for seq in record.sequences:
-            self._llm._records.pop(seq, None)
+        self._llm._leave([record])
         task = self._under_way.pop(record)
         self._num_samples -= task.params.n
         return task

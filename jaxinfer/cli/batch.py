@@ -32,6 +32,9 @@ Seed = Annotated[
     int, typer.Option(help="Of lines that name none: each draws from a hash of this and its id.", min=0)
 ]
 PromptColumn = Annotated[str | None, typer.Option(help="Of a .csv or .parquet file.", metavar="NAME")]
+AsChat = Annotated[
+    bool, typer.Option("--chat", help="Answer each text of the column through the chat template.")
+]
 Shard = Annotated[
     str, typer.Option(help="Do part i of n, from 1/n to n/n; then jaxinfer merge.", metavar="i/n")
 ]
@@ -59,6 +62,7 @@ def run(
     errors: Errors = None,
     seed: Seed = 0,
     prompt_column: PromptColumn = None,
+    chat: AsChat = False,
     shard: Shard = "1/1",
     ordered: Ordered = False,
     max_failures: MaxFailures = None,
@@ -109,6 +113,7 @@ def run(
             defaults=defaults,
             seed=seed,
             prompt_column=prompt_column,
+            as_chat=chat,
             errors=errors,
             shard=part,
             ordered=ordered,

@@ -166,6 +166,64 @@ def test_a_seed_is_a_hash_or_the_line_s_own(batch, one_llm):
         assert record["response"]["body"]["choices"][0]["token_ids"] == alone.outputs[0].token_ids
 
 
+def test_echo_scores_the_prompt(batch, model):
+    """As lm-evaluation-harness asks for it: max_tokens 0, echo, logprobs; and the labels that were asked for."""
+    lines = [
+        {"custom_id": "score", "prompt": "ok? yes", "echo": True, "max_tokens": 0, "logprobs": 1},
+        {"custom_id": "more", "prompt": "ok?", "echo": True, "max_tokens": 2, "logprobs": 0},
+        {"custom_id": "labels", "prompt": "ok?", "max_tokens": 1, "logprob_token_ids": [3, 5]},
+    ]
+    result = batch(lines)
+    assert result.exit_code == 0, result.stderr
+    found = by_id(batch.folder / "out.jsonl")
+    (choice,) = found["score"]["response"]["body"]["choices"]
+    assert choice["text"] == "ok? yes" and "".join(choice["logprobs"]["tokens"]) == "ok? yes"
+    assert choice["logprobs"]["text_offset"] == list(range(7))
+    ids = ids_of(model.tokenizer, "ok? yes")
+    assert choice["logprobs"]["token_logprobs"][0] is None and choice["logprobs"]["top_logprobs"][0] is None
+    for i in range(1, len(ids)):
+        expected = planted.next_logprobs(model.table, ids[i - 1])
+        assert abs(choice["logprobs"]["token_logprobs"][i] - expected[ids[i]]) <= 1e-4
+        (top,) = choice["logprobs"]["top_logprobs"][i].values()
+        assert abs(top - expected.max()) <= 1e-4
+    (choice,) = found["more"]["response"]["body"]["choices"]
+    assert choice["text"] == "ok? Y" and len(choice["logprobs"]["token_logprobs"]) == 5
+    (choice,) = found["labels"]["response"]["body"]["choices"]
+    expected = planted.next_logprobs(model.table, ids_of(model.tokenizer, "?")[0])
+    values = sorted(choice["logprobs"]["top_logprobs"][0].values())
+    assert values == pytest.approx(sorted(expected[[3, 5]]), abs=1e-4)
+
+
+def test_loglikelihood(batch, model, one_llm):
+    """The numbers of the table, and of `LLM.loglikelihood`."""
+    url = "/v1/loglikelihood"
+    pairs = [("ok?", " Yes!"), ("ok?", " no"), ("ok? ", "Yes"), ("a", "b")]
+    lines = [
+        {"custom_id": f"{i}", "url": url, "body": {"prompt": prompt, "continuation": continuation}}
+        for i, (prompt, continuation) in enumerate(pairs)
+    ]
+    lines[3] = {"custom_id": "3", "prompt": ids_of(model.tokenizer, "a"), "continuation": [7]}
+    bad = [
+        {"custom_id": "empty", "prompt": "a", "continuation": ""},
+        {"custom_id": "sampling", "prompt": "a", "continuation": "b", "temperature": 1},
+        {"custom_id": "kinds", "prompt": "a", "continuation": [1]},
+    ]
+    assert batch([*lines, *bad]).exit_code == 1
+    found = by_id(batch.folder / "out.jsonl")
+    assert {found[line["custom_id"]]["error"]["code"] for line in bad} == {"refused", "unknown_field"}
+    bodies = [found[str(i)]["response"]["body"] for i in range(4)]
+    assert [body["is_greedy"] for body in bodies] == [True, False, True, False]
+    for body, (prompt, continuation) in zip(bodies[:3], pairs, strict=False):
+        ids = ids_of(model.tokenizer, prompt + continuation)
+        start = len(prompt.rstrip())
+        expected = [planted.next_logprobs(model.table, ids[i - 1])[ids[i]] for i in range(start, len(ids))]
+        assert body["token_logprobs"] == pytest.approx(expected, abs=1e-4)
+        assert body["logprob"] == pytest.approx(sum(expected), abs=1e-4 * len(ids))
+    prompts, continuations = zip(*pairs[:3], strict=True)
+    theirs = one_llm.llm.loglikelihood(list(prompts), list(continuations), use_tqdm=False)
+    assert [body["logprob"] for body in bodies[:3]] == pytest.approx([o.logprob for o in theirs], abs=1e-6)
+
+
 def test_options_are_for_what_a_line_leaves_out(batch):
     lines = [
         {"custom_id": "own", "prompt": "(", "max_tokens": 2},
@@ -534,6 +592,8 @@ def test_tables(batch, monkeypatch):
     found = by_id(batch.folder / "csv.jsonl")
     assert text(found["a"]) == text(found["b"]) == " Yes!"
     assert found["line-3"]["error"]["code"] == "invalid_utf8"
+    batch(None, "--prompt-column", "question", "--chat", name="in.csv", output="answers.jsonl")
+    assert text(by_id(batch.folder / "answers.jsonl")["b"]) == "Dublin."
     assert "name the column" in batch(None, name="in.csv").stderr
     result = batch(None, "--prompt-column", "questions", name="in.csv", output="new.jsonl")
     assert "has no column 'questions'; it has 'custom_id', 'question', 'other'" in result.stderr
@@ -571,7 +631,8 @@ def test_metrics(batch):
         (["--exact"], "--exact needs batch-invariant programs"),
         (["--shard", "3/2"], "--shard 3/2 must be i/n"),
         (["--resume", "--overwrite"], "give one of them"),
-        (["--prompt-column", "text"], "is for .csv and .parquet files"),
+        (["--prompt-column", "text"], "--prompt-column is for .csv and .parquet files"),
+        (["--chat"], "--chat is for .csv and .parquet files"),
     ],
 )
 def test_wrong_usage(batch, one_llm, args, says):
