@@ -274,8 +274,10 @@ def size(num_bytes: int) -> str:
     return f"{num_bytes} B"
 
 
-def time(seconds: float) -> str:
-    """In s, ms or us; milliseconds exact where seconds are."""
+def time(seconds: float | None) -> str:
+    """In s, ms or us."""
+    if seconds is None:
+        return "-"
     if seconds >= 1:
         return f"{seconds:,.3f} s"
     return f"{seconds * 1e3:,.3f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:,.1f} us"

@@ -240,6 +240,8 @@ def levers(
     acceptance: the probability that a draft token is accepted; `num_drafts` are verified in each step, and
     making them costs nothing here (n-gram drafts). Tokens per step by Leviathan et al., 2023, equation 1.
     """
+    if not 0 <= acceptance <= 1:
+        raise ValueError(f"acceptance={acceptance} must be in [0, 1]")
     shape, hardware = setting.shape, setting.hardware
 
     def lever(name: str, changed: Setting, rows: int = batch, note: str = "") -> Lever:

@@ -99,8 +99,8 @@ class Simulation:
     def output_tokens_per_second(self) -> float:
         return sum(times.num_tokens for times in self.times) / self.duration_s
 
-    def percentiles(self) -> dict[str, dict[str, float]]:
-        """p50, p90 and p99 of ttft_s, tpot_s, e2e_s and queue_s."""
+    def percentiles(self) -> dict[str, dict[str, float | None]]:
+        """p50, p90 and p99 of ttft_s, tpot_s, e2e_s and queue_s; None if no request has one."""
         values = {
             "ttft_s": [times.ttft_s for times in self.times],
             "tpot_s": [tpot for times in self.times if (tpot := times.tpot_s) is not None],
@@ -112,10 +112,10 @@ class Simulation:
         return {name: {f"p{p}": percentile(found, p) for p in (50, 90, 99)} for name, found in values.items()}
 
 
-def percentile(values: list[float], p: int) -> float:
-    """Nearest rank; nan of no values."""
+def percentile(values: list[float], p: int) -> float | None:
+    """Nearest rank; None of no values."""
     if not values:
-        return float("nan")
+        return None
     ordered = sorted(values)
     return ordered[max(0, -(-len(ordered) * p // 100) - 1)]
 

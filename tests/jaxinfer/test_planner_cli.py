@@ -112,6 +112,7 @@ def test_a_tpu7x_chip_says_what_is_counted(run, tiny):
         (["--mix", "512:128"], 2, "PROMPT:OUTPUT:SHARE"),
         (["--mix", "512:128:-1"], 2, "shares more than 0"),
         (["--observed", "800:0:1"], 2, "TTFT_MS"),
+        (["--acceptance", "1.5"], 1, "acceptance=1.5"),
         (["--gqa-heads", "3"], 1, "3 KV heads"),
     ],
 )
