@@ -5,6 +5,7 @@ checked; so a fetch that was killed leaves nothing that counts, and two at the s
 """
 
 import hashlib
+import logging
 import os
 import shutil
 import subprocess
@@ -20,6 +21,8 @@ from pathlib import Path
 
 import platformdirs
 from tqdm import tqdm
+
+logger = logging.getLogger(__name__)
 
 CATALOG = Path(__file__).parent / "catalog"
 BLOCK = 1 << 20  # bytes copied and hashed at a time
@@ -51,21 +54,35 @@ def catalog() -> dict[str, CatalogEntry]:
     return {entry.name: entry for entry in entries}
 
 
-def resolve(model: str | Path) -> Path:
-    """The file or folder of `model`: a catalog name (fetched if need be), a folder, or a .gguf file.
+def resolve(model: str | Path, revision: str | None = None, token: str | bool | None = None) -> Path:
+    """The file or folder of `model`, fetched if need be; the log says which one was taken.
 
-    A catalog name goes before a folder of the same name. Raises FetchError.
+    Args:
+      model: a catalog name, a folder, a .gguf file, or org/name of the Hugging Face hub. The first of these
+        that exists is taken.
+      revision, token: for a hub name, see `hub.snapshot`; refused for anything else.
+
+    Raises FetchError.
     """
-    entries = catalog()
+    entries, path = catalog(), Path(model).expanduser()
     if str(model) in entries:
-        return fetch(str(model))
-    path = Path(model).expanduser()
-    if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
-        return path
-    raise FetchError(
-        f"no model {str(model)!r}: give a catalog name ({', '.join(entries)}), a folder with config.json and "
-        "safetensors, or a .gguf file"
-    )
+        kind = "the catalog"
+    elif path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
+        kind = "this machine"
+    else:
+        from checkpoints import hub  # here: it takes half a second that other models need not wait
+
+        if hub.is_hub_name(model):
+            return hub.snapshot(str(model), revision, token)
+        raise FetchError(
+            f"no model {str(model)!r}: give a catalog name ({', '.join(entries)}), a folder with config.json "
+            "and safetensors or a .gguf file, or org/name of the Hugging Face hub"
+        )
+    for option, value in (("revision", revision), ("token", token)):
+        if value is not None:
+            raise FetchError(f"{option}=... is for models of the hub, and {str(model)!r} is one of {kind}")
+    logger.info("model %s: from %s", model, kind)
+    return fetch(str(model)) if kind == "the catalog" else path
 
 
 def is_here(name: str, cache_folder: Path | None = None) -> bool:
