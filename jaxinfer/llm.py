@@ -15,41 +15,22 @@ from types import ModuleType
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from tqdm import tqdm
 
-import checkpoints
-from checkpoints import fetch
 from jaxinfer import chat, compile_cache, defaults, models
 from jaxinfer import prompts as prompts_
 from jaxinfer.engine import Engine, EngineConfig, EngineStats
 from jaxinfer.kv_cache import KVCacheSpec
+from jaxinfer.loading import LoadedModel, load_model, refuse_unknown
 from jaxinfer.prompts import Prompt
 from jaxinfer.records import Record
 from jaxinfer.request import Loglikelihood, Request, RequestOutput, SamplingParams, Sequence
 from jaxinfer.sampling import LogitsProcessor, LogprobsMode
 from jaxinfer.scheduler import SchedulerConfig
 from jaxinfer.step import Buckets
-from jaxinfer.tokenizer import Tokenizer, load_tokenizer
+from jaxinfer.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
-
-# Options of vLLM that have another name here, or that cannot act.
-RENAMED_OPTIONS = {
-    "block_size": "use page_size",
-    "num_gpu_blocks_override": "use num_pages",
-    "kv_cache_dtype": "quantized pages are not built yet; pages have the dtype of the model",
-    "tensor_parallel_size": "sharding is not built yet; leave it out",
-    "pipeline_parallel_size": "sharding is not built yet; leave it out",
-    "quantization": "weights are read in the form of the file; leave it out",
-    "enforce_eager": "every step is a compiled program; leave it out",
-    "swap_space": "a preempted sequence is computed again; leave it out",
-    "cpu_offload_gb": "weights and pages stay on one device; leave it out",
-    "disable_log_stats": "use stats()",
-    "enable_chunked_prefill": "prefill is always chunked; max_num_batched_tokens bounds a chunk",
-    "num_scheduler_steps": "use decode_steps",
-    "trust_remote_code": "code that comes with a checkpoint is never run",
-}
 
 
 class LLM:
@@ -126,7 +107,7 @@ class LLM:
         buckets: Buckets | None = None,
         **unknown: Any,
     ) -> None:
-        _refuse_unknown(unknown)
+        refuse_unknown(unknown)
         if generation_config not in ("auto", "none"):
             raise ValueError(f"generation_config={generation_config!r} must be 'auto' or 'none'")
         if (model is None) == (config is None or weights is None):
@@ -136,25 +117,15 @@ class LLM:
         )
         device = jax.devices()[0]
         self._owns_weights = model is not None
-        self.end_token_ids: frozenset[int] = frozenset()
-        salt = "weights given as a tree"
-        self.default_sampling_params = SamplingParams()
         if model is not None:
-            path = fetch.resolve(model)
-            checkpoint = checkpoints.open_checkpoint(path)
-            model_module = models.for_config(checkpoint.config)
-            config = model_module.Config.from_hf(checkpoint.config, dtype=defaults.dtype(dtype, device))
-            tokenizer = tokenizer or load_tokenizer(path)
-            weights = checkpoints.load_weights(checkpoint, model_module, config, jnp.dtype(config.dtype))
-            self.end_token_ids = frozenset(checkpoint.end_token_ids)
-            salt = str(path)
-            if generation_config == "auto":
-                defaults_of_file = prompts_.default_sampling_params(checkpoint.generation_config)
-                self.default_sampling_params = defaults_of_file
-        if tokenizer is not None:
-            self.end_token_ids |= tokenizer.eos_token_ids
-        self.tokenizer, self.config = tokenizer, config
-        model_module = model_module or models.module_of(config)
+            loaded = load_model(model, dtype, device, tokenizer, generation_config)
+        else:
+            ends = frozenset() if tokenizer is None else tokenizer.eos_token_ids
+            module = model_module or models.module_of(config)
+            loaded = LoadedModel(module, config, weights, tokenizer, ends, "weights given as a tree")
+        config = loaded.config
+        self.config, self.tokenizer, self.end_token_ids = config, loaded.tokenizer, loaded.end_token_ids
+        self.default_sampling_params = loaded.sampling_defaults
 
         self.max_model_len = max_model_len or config.max_position_embeddings
         if self.max_model_len > config.max_position_embeddings:
@@ -172,7 +143,7 @@ class LLM:
             dtype=config.dtype,
             implementation=chosen.value,
         )
-        weights_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(weights))
+        weights_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(loaded.weights))
         pages = defaults.num_pages(
             spec,
             device,
@@ -193,9 +164,9 @@ class LLM:
         if matmul_precision is None and config.dtype == "float32":
             matmul_precision = "highest"
         self.engine = Engine(
-            model_module,
+            loaded.module,
             config,
-            weights,
+            loaded.weights,
             spec,
             EngineConfig(
                 scheduler=SchedulerConfig(
@@ -211,11 +182,11 @@ class LLM:
                 matmul_precision=matmul_precision,
                 strict_compile=strict_compile,
                 enable_prefix_caching=enable_prefix_caching,
-                cache_salt=salt,
+                cache_salt=loaded.name,
                 logits_processors=tuple(logits_processors),
                 logits_processor_args=logits_processor_args,
             ),
-            bad_word_ids=None if tokenizer is None else self._bad_word_ids,
+            bad_word_ids=None if loaded.tokenizer is None else self._bad_word_ids,
         )
         self.device_choice = f"{device.platform} ({device.device_kind})"
         self.implementation_choice = chosen
@@ -340,14 +311,9 @@ class LLM:
         Raises:
           ValueError: a pair cannot be scored; it is named, and nothing is computed.
         """
-        many: list[Any] = [prompts] * len(continuations) if prompts_.is_single(prompts) else list(prompts)
         params = SamplingParams(temperature=0, max_tokens=0, prompt_logprobs=0, detokenize=False)
-        pairs, records = [], []
-        for i, (prompt, continuation) in enumerate(zip(many, continuations, strict=True)):
-            try:
-                pairs.append(prompts_.encode_pair(self.tokenizer, prompt, continuation))
-            except ValueError as error:
-                raise ValueError(f"pair {i}: {error}") from None
+        pairs = prompts_.encode_pairs(self.tokenizer, prompts, continuations)
+        records: list[Record] = []
         # Equal beginnings next to each other: their pages are still there.
         order = sorted(range(len(pairs)), key=lambda i: pairs[i])
         with self._lock:
@@ -361,14 +327,8 @@ class LLM:
         with self._bar(len(records), "score", use_tqdm) as bar:
             for _ in self._advance(records, bar):
                 pass
-        results: list[Any] = [None] * len(pairs)
-        for i, record in zip(order, records, strict=True):
-            before, after = pairs[i]
-            entries = record.sequences[0].prompt_logprobs[len(before) :]
-            chosen = [entry[token] for entry, token in zip(entries, after, strict=True) if entry is not None]
-            logprobs = [entry.logprob for entry in chosen]
-            results[i] = Loglikelihood(sum(logprobs), all(entry.rank == 1 for entry in chosen), logprobs)
-        return results
+        results = {i: record.loglikelihood() for i, record in zip(order, records, strict=True)}
+        return [results[i] for i in range(len(pairs))]
 
     def abort(self, request_id: str) -> None:
         """Ends a request with finish_reason "abort"; nothing happens if it has ended."""
@@ -582,14 +542,6 @@ class LLM:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-
-def _refuse_unknown(options: Mapping[str, Any]) -> None:
-    for name, value in options.items():
-        if name == "trust_remote_code" and not value:
-            continue
-        reason = RENAMED_OPTIONS.get(name, "there is no such option")
-        raise TypeError(f"LLM({name}={value!r}): {reason}")
 
 
 def _raise_single(records: list[Record], single: bool) -> None:

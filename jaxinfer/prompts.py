@@ -93,6 +93,24 @@ def encode_pair(
     return before, after
 
 
+def encode_pairs(
+    tokenizer: Tokenizer | None, contexts: Any, continuations: Seq[Any]
+) -> list[tuple[list[int], list[int]]]:
+    """`encode_pair` of one context for each continuation, or one for all. ValueError names the wrong pair."""
+    many = [contexts] * len(continuations) if is_single(contexts) else list(contexts)
+    if len(many) != len(continuations):
+        raise ValueError(
+            f"{len(many)} prompts for {len(continuations)} continuations; give one prompt, or one for each"
+        )
+    pairs = []
+    for i, (context, continuation) in enumerate(zip(many, continuations, strict=True)):
+        try:
+            pairs.append(encode_pair(tokenizer, context, continuation))
+        except ValueError as error:
+            raise ValueError(f"pair {i}: {error}") from None
+    return pairs
+
+
 def _needed(tokenizer: Tokenizer | None) -> Tokenizer:
     if tokenizer is None:
         raise ValueError("a text prompt needs a tokenizer, and this LLM has none; give token ids")

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from jaxinfer.detokenizer import TextStream
-from jaxinfer.request import CompletionOutput, Logprob, RequestOutput, Sequence
+from jaxinfer.request import CompletionOutput, Loglikelihood, Logprob, RequestOutput, Sequence
 from jaxinfer.tokenizer import Tokenizer
 
 
@@ -102,6 +102,15 @@ class Record:
             error=self.error,
             seed=first.request.seed if first else None,
         )
+
+    def loglikelihood(self) -> Loglikelihood:
+        """Of the prompt from `score_from` on, once finished with prompt_logprobs."""
+        seq = self.sequences[0]
+        start = seq.request.score_from
+        places = zip(seq.prompt_logprobs[start:], self.prompt_token_ids[start:], strict=True)
+        chosen = [entries[token] for entries, token in places if entries is not None]
+        logprobs = [entry.logprob for entry in chosen]
+        return Loglikelihood(sum(logprobs), all(entry.rank == 1 for entry in chosen), logprobs)
 
     def _name_tokens(self, entries: list) -> None:
         """Fills text and bytes of the entries that have come since the last call."""

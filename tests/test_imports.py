@@ -21,7 +21,7 @@ LAYERS = [
     "engine",
     "checkpoints",
     "tokenizer detokenizer chat prompts",
-    "records",
+    "records loading",
     "llm planner batch_runner",
     "cli",
 ]

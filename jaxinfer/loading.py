@@ -1,0 +1,79 @@
+"""From the name of a model to what an engine is built from, and which options there are not."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import checkpoints
+from checkpoints import fetch
+from jaxinfer import defaults, models
+from jaxinfer.prompts import default_sampling_params
+from jaxinfer.request import SamplingParams
+from jaxinfer.tokenizer import Tokenizer, load_tokenizer
+
+# Options of vLLM that have another name here, or that cannot act.
+RENAMED_OPTIONS = {
+    "block_size": "use page_size",
+    "num_gpu_blocks_override": "use num_pages",
+    "kv_cache_dtype": "quantized pages are not built yet; pages have the dtype of the model",
+    "tensor_parallel_size": "sharding is not built yet; leave it out",
+    "pipeline_parallel_size": "sharding is not built yet; leave it out",
+    "quantization": "weights are read in the form of the file; leave it out",
+    "enforce_eager": "every step is a compiled program; leave it out",
+    "swap_space": "a preempted sequence is computed again; leave it out",
+    "cpu_offload_gb": "weights and pages stay on one device; leave it out",
+    "disable_log_stats": "use stats()",
+    "enable_chunked_prefill": "prefill is always chunked; max_num_batched_tokens bounds a chunk",
+    "num_scheduler_steps": "use decode_steps",
+    "trust_remote_code": "code that comes with a checkpoint is never run",
+}
+
+
+def refuse_unknown(options: Mapping[str, Any]) -> None:
+    """Raises TypeError for options that do not exist here, with what to do instead where they are vLLM's."""
+    for name, value in options.items():
+        if name == "trust_remote_code" and not value:
+            continue
+        reason = RENAMED_OPTIONS.get(name, "there is no such option")
+        raise TypeError(f"LLM({name}={value!r}): {reason}")
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    module: ModuleType
+    config: Any
+    weights: Any
+    tokenizer: Tokenizer | None
+    end_token_ids: frozenset[int]
+    name: str  # pages are shared under equal names only
+    sampling_defaults: SamplingParams = field(default_factory=SamplingParams)
+
+
+def load_model(
+    model: str | Path, dtype: str, device: jax.Device, tokenizer: Tokenizer | None, generation_config: str
+) -> LoadedModel:
+    """Finds, fetches and reads a model; arguments as those of `LLM`, where `tokenizer` replaces the model's own.
+
+    Raises:
+      FetchError, CheckpointError, ValueError: as `LLM`.
+    """
+    path = fetch.resolve(model)
+    checkpoint = checkpoints.open_checkpoint(path)
+    module = models.for_config(checkpoint.config)
+    config = module.Config.from_hf(checkpoint.config, dtype=defaults.dtype(dtype, device))
+    tokenizer = tokenizer or load_tokenizer(path)
+    file = checkpoint.generation_config if generation_config == "auto" else None
+    return LoadedModel(
+        module=module,
+        config=config,
+        weights=checkpoints.load_weights(checkpoint, module, config, jnp.dtype(config.dtype)),
+        tokenizer=tokenizer,
+        end_token_ids=frozenset(checkpoint.end_token_ids) | tokenizer.eos_token_ids,
+        name=str(path),
+        sampling_defaults=default_sampling_params(file),
+    )
