@@ -69,6 +69,21 @@ def test_one_request_alone_takes_the_sum_of_its_steps():
     )
 
 
+@pytest.mark.parametrize("bandwidth", [1e9, 1e18])
+def test_several_iterations_in_one_program_take_as_long_as_one_by_one(bandwidth):
+    """Bound by memory (K and V grow) and by compute (pairs grow)."""
+    chip = dataclasses.replace(SETTING.hardware, memory_bandwidth=bandwidth)
+    step_time = StepTime(dataclasses.replace(SETTING, hardware=chip), 1.0)
+    ends = []
+    for k in (1, 4):
+        config = SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=16, max_model_len=64, decode_steps=k)
+        buckets = Buckets(prefill=((16, 1),), decode=(1,), decode_steps=k, max_multi_step_rows=1)
+        result = simulate([Arrival(0.0, 16, 9)], step_time, config, buckets, num_pages=20, page_size=4)
+        assert result.num_steps == 1 + 8 // k
+        ends.append(result.times[0].last_token)
+    assert ends[0] == pytest.approx(ends[1], rel=1e-12)
+
+
 @pytest.mark.parametrize("k", [1, 4])
 @pytest.mark.parametrize("num_pages", [200, 40])
 def test_every_request_gets_its_tokens_and_every_page_comes_back(k, num_pages):
