@@ -347,7 +347,10 @@ class Scheduler:
             num_cached = len(shared) * allocator.page_size
         allocator.share(shared)
         missing = allocator.num_pages_for(len(seq.token_ids)) - len(shared)
-        headroom = len(self.running)  # a page for each row to grow into, else this one is soon preempted
+        # A page for each row that can still grow into one, else this one is soon preempted.
+        headroom = sum(
+            allocator.num_pages_for(other.max_total_tokens - 1) > len(other.pages) for other in self.running
+        )
         if missing + headroom > allocator.num_free:
             allocator.free(shared)
             return False

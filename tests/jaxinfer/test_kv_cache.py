@@ -75,7 +75,9 @@ def test_exported_pages_arrive_in_another_cache():
 def test_import_from_another_shape_of_cache_is_refused():
     other = kv.KVCacheSpec(2, 3, 16, 4, 6)
     with pytest.raises(ValueError, match="cannot be imported"):
-        kv.import_pages(filled(SPEC, 0), kv.export_pages(filled(other, 0), jnp.array([1, 2])), jnp.array([1, 2]))
+        kv.import_pages(
+            filled(SPEC, 0), kv.export_pages(filled(other, 0), jnp.array([1, 2])), jnp.array([1, 2])
+        )
 
 
 def test_a_donated_cache_is_updated_in_place():

@@ -331,6 +331,15 @@ def test_the_youngest_is_preempted_and_resumes_without_sampling_again():
     assert sampled == 6
 
 
+def test_rows_that_can_grow_no_more_need_no_pages_kept_for_them():
+    # Four pages hold two whole sequences of 8 tokens (the last of which needs no slot): the second must not wait.
+    rig = Rig(num_pages=5, page_size=4, max_num_seqs=2, max_num_batched_tokens=16)
+    first = rig.add("a", [1] * 6, max_tokens=3)
+    second = rig.add("b", [2] * 6, max_tokens=3)
+    rig.step()
+    assert first[0].row >= 0 and second[0].row >= 0
+
+
 def test_no_admission_into_the_pages_that_running_rows_are_about_to_need():
     """Else a newcomer is preempted in the next step, and its prompt is computed for nothing."""
     rig = Rig(num_pages=7, page_size=2)
