@@ -107,7 +107,8 @@ def load_record(line: bytes) -> dict[str, Any] | None:
         record = json.loads(line)
     except ValueError:
         return None
-    return record if isinstance(record, dict) and "error" in record and "custom_id" in record else None
+    is_record = isinstance(record, dict) and "error" in record and isinstance(record.get("custom_id"), str)
+    return record if is_record else None
 
 
 def recover(path: Path, index: Index) -> int:

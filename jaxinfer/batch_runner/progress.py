@@ -29,7 +29,8 @@ class Totals:
     failures: Counter[str] = field(default_factory=Counter)  # code -> lines
     examples: dict[str, str] = field(default_factory=dict)  # code -> what its first line says
     inert: Counter[str] = field(default_factory=Counter)  # field without effect -> lines
-    seconds: float = 0.0  # from the first request to the last result
+    seconds: float = 0.0  # from the first request to the last result, compilation included
+    compile_seconds: float = 0.0
 
     @property
     def num_failed(self) -> int:
@@ -65,6 +66,7 @@ class Totals:
             "cached_prompt_tokens": self.num_cached_tokens,
             "output_tokens": self.num_output_tokens,
             "seconds": self.seconds,
+            "compile_seconds": self.compile_seconds,
             "prompt_tokens_per_s": self.num_prompt_tokens / self.seconds if self.seconds else None,
             "output_tokens_per_s": self.num_output_tokens / self.seconds if self.seconds else None,
             "cost": cost,

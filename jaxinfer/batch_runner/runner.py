@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -89,6 +90,9 @@ def _check_paths(job: Job) -> None:
         raise ValueError(f"there is no file {job.input}")
     if not job.output.parent.is_dir():
         raise ValueError(f"there is no folder {job.output.parent} for the output")
+    for path in (job.output, job.errors):
+        if path is not None and path.exists() and not (path.is_file() and os.access(path, os.W_OK)):
+            raise ValueError(f"cannot write {path}: it is no file, or may not be changed")
     paths = [path.resolve() for path in (job.input, job.output, job.errors) if path is not None]
     if len(set(paths)) < len(paths):
         raise ValueError(f"input, output and errors must be different files; {job.output} is used twice")
@@ -177,6 +181,7 @@ def _work(
     window = Window(llm)
     progress = Progress(totals, llm.stats, lambda: window.num_output_tokens, stream)
     lines = _left(job, index)
+    compiled_before = llm.stats().compile_seconds
     with contextlib.ExitStack() as stack:
         output = stack.enter_context(Journal(job.output))
         errors = output if job.errors is None else stack.enter_context(Journal(job.errors))
@@ -189,26 +194,26 @@ def _work(
                     f"more than {job.max_failures} lines failed, the last one: line {number}: {message}"
                 )
 
+        def submit(number: int, key: str, value: Value) -> None:
+            try:
+                task = parse(value, number, job.defaults, job.seed)
+            except BadLine as error:
+                return fail(number, key, error.code, str(error))
+            refusal = window.add(task)
+            if refusal is not None:
+                return fail(number, key, "refused", refusal)
+            totals.inert.update(task.inert)
+
+        more = True
         try:
-            more = True
             while (more or len(window)) and not interrupted():
-                while more and window.has_room and not interrupted():
+                if more and window.has_room:
                     line = next(lines, None)
                     if line is None:
                         more = False
-                        break
-                    number, key, value = line
-                    try:
-                        task = parse(value, number, job.defaults, job.seed)
-                    except BadLine as error:
-                        fail(number, key, error.code, str(error))
-                        continue
-                    refusal = window.add(task)
-                    if refusal is not None:
-                        fail(number, key, "refused", refusal)
-                        continue
-                    totals.inert.update(task.inert)
-                if len(window):
+                    else:
+                        submit(*line)
+                else:
                     for task, answer in window.step():
                         record = responses.success(
                             task, answer, llm.tokenizer, model=job.model, created=created
@@ -219,6 +224,7 @@ def _work(
         finally:
             window.abort()
             progress.close()
+            totals.compile_seconds = llm.stats().compile_seconds - compiled_before
 
 
 def _in_order(path: Path) -> bool:

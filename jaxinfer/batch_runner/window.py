@@ -54,7 +54,7 @@ class Window:
 
     def step(self) -> list[tuple[Task, RequestOutput]]:
         """One step of the engine; the tasks that it finished."""
-        self._llm._step()
+        self._llm._loop.step()
         finished = [record for record in self._under_way if record.finished]
         return [(self._leave(record), record.output()) for record in finished]
 
@@ -64,7 +64,7 @@ class Window:
             self._leave(record)
 
     def _leave(self, record: Any) -> Task:
-        self._llm._leave([record])
+        self._llm._loop.leave([record])
         task = self._under_way.pop(record)
         self._num_samples -= task.params.n
         return task

@@ -154,7 +154,8 @@ def _summarize(totals: "Totals", price_per_hour: float | None) -> None:
             (
                 "tokens",
                 f"{totals.num_prompt_tokens:,} prompt ({totals.num_cached_tokens:,} cached) + "
-                f"{totals.num_output_tokens:,} output in {totals.seconds:,.1f} s, "
+                f"{totals.num_output_tokens:,} output in {totals.seconds:,.1f} s "
+                f"({totals.compile_seconds:,.1f} s of it compiling), "
                 f"{metrics['output_tokens_per_s']:,.1f} tok/s out",
             )
         )
