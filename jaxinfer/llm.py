@@ -1,12 +1,9 @@
 """`LLM`: text in, text out. Tokens, chat templates and stop strings around the engine."""
 
-import asyncio
 import hashlib
 import itertools
 import logging
-import threading
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from functools import partial
@@ -24,7 +21,8 @@ from jaxinfer.kv_cache import KVCacheSpec
 from jaxinfer.loading import LoadedModel, load_model, refuse_unknown
 from jaxinfer.prompts import Prompt
 from jaxinfer.records import Record
-from jaxinfer.request import Loglikelihood, Request, RequestOutput, SamplingParams, Sequence
+from jaxinfer.request import Loglikelihood, Request, RequestOutput, SamplingParams
+from jaxinfer.request_loop import RequestLoop
 from jaxinfer.sampling import LogitsProcessor, LogprobsMode
 from jaxinfer.scheduler import SchedulerConfig
 from jaxinfer.step import Buckets
@@ -192,8 +190,7 @@ class LLM:
         self.implementation_choice = chosen
         self._seed = seed
         self._ids = itertools.count()
-        self._records: dict[Sequence, Record] = {}
-        self._lock = threading.RLock()  # whoever holds it uses the engine
+        self._loop = RequestLoop(self.engine)
         self._said_defaults = self.default_sampling_params == SamplingParams()
 
     # Generation
@@ -278,7 +275,9 @@ class LLM:
         Several may run at a time, and share steps. Cancelling one, or closing it, aborts what is left of it.
         """
         single = prompts_.is_single(prompts)
-        async for output in self._aoutputs(lambda: self._submit(prompts, sampling_params, priority), single):
+        async for output in self._loop.stream(
+            lambda: self._submit(prompts, sampling_params, priority), single
+        ):
             yield output
 
     async def astream_chat(
@@ -289,7 +288,7 @@ class LLM:
     ) -> AsyncIterator[RequestOutput]:
         """`stream_chat` for `async for`; see `astream`."""
         single = isinstance(messages[0], Mapping) if messages else True
-        async for output in self._aoutputs(
+        async for output in self._loop.stream(
             lambda: self._submit_chat(messages, sampling_params, template_options), single
         ):
             yield output
@@ -316,26 +315,23 @@ class LLM:
         records: list[Record] = []
         # Equal beginnings next to each other: their pages are still there.
         order = sorted(range(len(pairs)), key=lambda i: pairs[i])
-        with self._lock:
+        with self._loop.lock:
             for i in order:
                 before, after = pairs[i]
                 record = self._add((before + after), params, 0, lambda ids: (None, ids), len(before))
                 records.append(record)
                 if record.error is not None:
-                    self._leave(records)
+                    self._loop.leave(records)
                     raise ValueError(f"pair {i}: {record.error}")
         with self._bar(len(records), "score", use_tqdm) as bar:
-            for _ in self._advance(records, bar):
+            for _ in self._loop.advance(records, bar.update):
                 pass
         results = {i: record.loglikelihood() for i, record in zip(order, records, strict=True)}
         return [results[i] for i in range(len(pairs))]
 
     def abort(self, request_id: str) -> None:
         """Ends a request with finish_reason "abort"; nothing happens if it has ended."""
-        with self._lock:
-            for seq in self.engine.abort(request_id):
-                if seq in self._records:
-                    self._records[seq].notify()
+        self._loop.abort(request_id)
 
     def _submit_chat(self, messages, sampling_params, template_options) -> list[Record]:
         if self.tokenizer is None:
@@ -365,7 +361,7 @@ class LLM:
             "sampling_params", sampling_params or self.default_sampling_params, len(prompts)
         )
         priorities = prompts_.one_each("priority", 0 if priority is None else list(priority), len(prompts))
-        with self._lock:
+        with self._loop.lock:
             return [self._add(*each, tokenize) for each in zip(prompts, params, priorities, strict=True)]
 
     def _add(
@@ -396,18 +392,16 @@ class LLM:
                 prompt=record.prompt,
                 score_from=score_from,
             )
-            record.begin(self.engine.add(request))
+            self._loop.add(record, request)
         except (ValueError, TypeError, NotImplementedError) as error:
             record.error = str(error)
-            return record
-        self._records.update((seq, record) for seq in record.sequences)
         return record
 
     def _finish(self, records: list[Record], use_tqdm: bool, single: bool) -> list[RequestOutput]:
         _raise_single(records, single)
         with self._bar(len(records), "generate", use_tqdm) as bar:
             bar.update(sum(record.error is not None for record in records))
-            for _ in self._advance(records, bar):
+            for _ in self._loop.advance(records, bar.update):
                 pass
         return [record.output() for record in records]
 
@@ -418,96 +412,8 @@ class LLM:
 
     def _outputs(self, records: list[Record]) -> Iterator[RequestOutput]:
         yield from (record.output() for record in records if record.error is not None)
-        for record in self._advance(records, None):
+        for record in self._loop.advance(records):
             yield record.output()
-
-    async def _aoutputs(
-        self, submit: Callable[[], list[Record]], single: bool
-    ) -> AsyncIterator[RequestOutput]:
-        records: list[Record] = []
-        try:
-            await asyncio.to_thread(lambda: records.extend(submit()))
-            _raise_single(records, single)
-            for record in records:
-                if record.error is not None:
-                    yield record.output()
-            reader = self._attach(records)
-            live = sum(not record.delivered for record in records)
-            while live:
-                outputs = await asyncio.to_thread(self._next_outputs, reader)
-                live -= sum(output.finished for output in outputs)
-                for output in outputs:
-                    yield output
-        finally:
-            await asyncio.shield(asyncio.to_thread(self._leave, records))
-
-    def _next_outputs(self, reader: deque[Record]) -> list[RequestOutput]:
-        with self._lock:
-            return [record.output() for record in self._next_changed(reader)]
-
-    def _advance(self, records: list[Record], bar: Any) -> Iterator[Record]:
-        """Steps until all records are finished; yields each that has changed. Aborts them if left early."""
-        try:
-            reader = self._attach(records)
-            live = sum(not record.delivered for record in records)
-            while live:
-                for record in self._next_changed(reader):
-                    if record.delivered:
-                        live -= 1
-                        if bar is not None:
-                            bar.update()
-                    yield record
-        finally:
-            self._leave(records)
-
-    def _attach(self, records: list[Record]) -> deque[Record]:
-        """Where records will be put when they change; those that have already are there."""
-        with self._lock:
-            reader = deque(record for record in records if record.changed)
-            for record in records:
-                record.reader = reader
-                record.delivered = record.error is not None
-            return reader
-
-    def _next_changed(self, reader: deque[Record]) -> list[Record]:
-        """Records that have changed since last asked; after a step, if none had. O(1) for each."""
-        with self._lock:
-            if not reader:
-                self._step()
-            changed = list(reader)
-            reader.clear()
-            for record in changed:
-                record.changed, record.delivered = False, record.finished
-            return changed
-
-    def _leave(self, records: list[Record]) -> None:
-        """Nobody reads these any more: aborts what is unfinished."""
-        with self._lock:
-            for record in records:
-                if not record.finished:
-                    self.engine.abort(record.request_id)
-                for seq in record.sequences:
-                    self._records.pop(seq, None)
-
-    def _step(self) -> None:
-        """One step of the engine, and its text into whichever records it belongs to."""
-        with self._lock:
-            try:
-                advances = self.engine.step()
-            except BaseException:  # every request has ended
-                for record in self._records.values():
-                    record.notify()
-                raise
-            for advance in advances:
-                seq = advance.seq
-                if seq not in self._records:
-                    continue  # its reader has left
-                record = self._records[seq]
-                stop = record.take(seq)
-                if stop is not None:
-                    stop_string, num_tokens = stop
-                    self.engine.finish(seq, "stop", stop_string, num_tokens)
-                record.notify()
 
     def _bad_word_ids(self, word: str) -> list[list[int]]:
         """A bad word at the start of a text and after a space: its token ids in both places."""
@@ -529,7 +435,7 @@ class LLM:
 
     def update_weights(self, weights: Any) -> None:
         """Goes on with other weights of the same shapes and dtypes; see `Engine.update_weights`."""
-        with self._lock:
+        with self._loop.lock:
             self.engine.update_weights(weights)
             self._owns_weights = False
 

@@ -22,6 +22,7 @@ LAYERS = [
     "checkpoints",
     "tokenizer detokenizer chat prompts",
     "records loading",
+    "request_loop",
     "llm planner batch_runner",
     "cli",
 ]

@@ -475,7 +475,7 @@ def test_a_failing_device_loses_nothing(batch, uninterrupted, monkeypatch, one_l
     assert len(records(batch.folder / "out.jsonl")) > 0
     assert batch().exit_code == 0
     assert_finished(batch, uninterrupted)
-    assert not one_llm.llm._records and not one_llm.llm.engine.has_unfinished
+    assert not one_llm.llm._loop.records and not one_llm.llm.engine.has_unfinished
 
 
 def test_a_full_disk_stops_the_job(batch, uninterrupted):

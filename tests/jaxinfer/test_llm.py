@@ -129,7 +129,7 @@ def test_a_pair_that_cannot_be_scored_is_named(llm, prompts, continuations, mess
 def test_each_change_is_handed_on_once(llm, monkeypatch):
     """The cost of a step does not grow with the number of requests that wait."""
     calls = 0
-    notify = type(llm)._next_changed
+    notify = type(llm._loop)._next_changed
 
     def counted(self, reader):
         nonlocal calls
@@ -137,7 +137,7 @@ def test_each_change_is_handed_on_once(llm, monkeypatch):
         calls += len(changed)
         return changed
 
-    monkeypatch.setattr(type(llm), "_next_changed", counted)
+    monkeypatch.setattr(type(llm._loop), "_next_changed", counted)
     llm.loglikelihood([[5, i % 250] for i in range(300)], [[7]] * 300)
     assert calls == 300
 
@@ -270,7 +270,7 @@ def test_leaving_an_async_stream_aborts_it(llm):
             await task
 
     asyncio.run(main())
-    assert not llm._records
+    assert not llm._loop.records
     while llm.engine.has_unfinished:
         llm.engine.step()
     assert llm.engine.scheduler.allocator.num_used == 0
