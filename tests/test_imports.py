@@ -24,7 +24,7 @@ LAYERS = [
     "records loading",
     "request_loop",
     "llm planner batch_runner",
-    "cli",
+    "cli eval_adapter",
 ]
 LEVEL = {name: level for level, layer in enumerate(LAYERS) for name in layer.split()}
 PACKAGES = {"jaxinfer", "pallas_kernels", "checkpoints"}
@@ -71,7 +71,8 @@ import importlib, pkgutil, sys
 import checkpoints, jaxinfer, pallas_kernels
 for package in (checkpoints, jaxinfer, pallas_kernels):
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
-        importlib.import_module(module.name)
+        if module.name != "jaxinfer.eval_adapter":  # needs lm_eval, which is an extra
+            importlib.import_module(module.name)
 
 import jax.numpy as jnp
 from jaxinfer import batch, kv_cache, models
