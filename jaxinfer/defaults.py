@@ -7,18 +7,10 @@ from typing import Any
 
 import jax
 
-from jaxinfer.kv_cache import KVCacheSpec, pages_needed
-
 # platform of a jax device -> dtype of weights and activations
 DTYPES = {"cpu": "float32", "gpu": "bfloat16", "tpu": "bfloat16"}
-# platform -> (tokens per page, why)
+# platform -> tokens per page
 PAGE_SIZES = {"cpu": 64, "gpu": 64, "tpu": 128}
-# platform -> (kernels that write and read pages, why)
-IMPLEMENTATIONS = {
-    "cpu": ("xla", "the device is a CPU"),
-    "gpu": ("gpu", "the device is a GPU"),
-    "tpu": ("tpu", "the device is a TPU"),
-}
 CPU_MEMORY_SHARE = 0.25  # of the memory that is available, for the pool, when nothing else is said
 ACCELERATOR_MEMORY_SHARE = 0.9  # of the device, for weights, pool and temporaries together
 TEMPORARIES_SHARE = 0.05  # of an accelerator's memory, kept free for a step's own arrays
@@ -32,11 +24,22 @@ class Choice:
     reason: str
 
 
-def implementation(name: str, device: jax.Device) -> Choice:
-    """Which kernels write and read pages."""
+def implementation(name: str, device: jax.Device, dtype: str, head_dim: int) -> Choice:
+    """Which kernels write and read pages: `name`, or for "auto" the fastest that can run here."""
     if name != "auto":
         return Choice(name, "asked for by name")
-    return Choice(*IMPLEMENTATIONS[device.platform])
+    if device.platform == "cpu":
+        return Choice("xla", "the device is a CPU")
+    if device.platform == "tpu":
+        if dtype == "float16":
+            return Choice("xla", "the TPU kernels do not take float16")
+        return Choice("tpu", "the device is a TPU")
+    capability = str(getattr(device, "compute_capability", "unknown"))
+    if capability != "9.0":
+        return Choice("xla", f"the GPU kernels are written for compute capability 9.0, not {capability}")
+    if dtype == "float32" or head_dim % 16:
+        return Choice("xla", f"the GPU kernels do not take {dtype} with head_dim={head_dim}")
+    return Choice("gpu", "the device is a GPU of compute capability 9.0")
 
 
 def dtype(name: str, device: jax.Device) -> str:
@@ -55,50 +58,7 @@ def page_size(value: int | str, device: jax.Device, max_model_len: int) -> int:
     return min(PAGE_SIZES[device.platform], max(8, 1 << math.ceil(math.log2(max_model_len))))
 
 
-def num_pages(
-    spec: KVCacheSpec,
-    device: jax.Device,
-    *,
-    max_model_len: int,
-    max_num_seqs: int,
-    weights_bytes: int,
-    num_pages: int | None = None,
-    kv_cache_memory_bytes: int | None = None,
-    gpu_memory_utilization: float | None = None,
-) -> Choice:
-    """Pages of the pool, the null page included, from whichever of the three options is given.
-
-    With none: as many as all rows at full length can use, within a share of the memory that is available.
-
-    Raises:
-      ValueError: more than one option is given, or the pool would not hold one page.
-    """
-    given = {
-        "num_pages": num_pages,
-        "kv_cache_memory_bytes": kv_cache_memory_bytes,
-        "gpu_memory_utilization": gpu_memory_utilization,
-    }
-    named = [name for name, value in given.items() if value is not None]
-    if len(named) > 1:
-        raise ValueError(f"{' and '.join(named)} both set the size of the KV cache; give one of them")
-    if num_pages is not None:
-        return Choice(num_pages, "num_pages")
-    if kv_cache_memory_bytes is not None:
-        budget, reason = float(kv_cache_memory_bytes), "kv_cache_memory_bytes"
-    else:
-        budget, reason = _memory_budget(device, gpu_memory_utilization, weights_bytes)
-    pages = int(budget // spec.bytes_per_page)
-    if kv_cache_memory_bytes is None:
-        pages = min(pages, 1 + max_num_seqs * pages_needed(max_model_len, spec.page_size))
-    if pages < 2:
-        raise ValueError(
-            f"{reason} leaves {max(0, int(budget))} bytes for the KV cache, and two pages need "
-            f"{2 * spec.bytes_per_page}; give it more memory, or lower page_size"
-        )
-    return Choice(pages, reason)
-
-
-def _memory_budget(device: jax.Device, utilization: float | None, weights_bytes: int) -> tuple[float, str]:
+def memory_budget(device: jax.Device, utilization: float | None, weights_bytes: int) -> tuple[float, str]:
     """(bytes for the pool, where the number comes from)."""
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats and "bytes_limit" in stats:
@@ -107,7 +67,7 @@ def _memory_budget(device: jax.Device, utilization: float | None, weights_bytes:
         # The weights are loaded: bytes_in_use has them, and whatever else this process holds.
         free = stats["bytes_limit"] * (share - TEMPORARIES_SHARE) - stats["bytes_in_use"]
         return free, f"gpu_memory_utilization={share:g}"
-    available = _available_memory()
+    available = available_memory()
     if utilization is not None:
         _check_share(utilization)
         return available * utilization - weights_bytes, f"gpu_memory_utilization={utilization:g}"
@@ -119,7 +79,7 @@ def _check_share(share: float) -> None:
         raise ValueError(f"gpu_memory_utilization={share} must be in (0, 1]")
 
 
-def _available_memory() -> int:
+def available_memory() -> int:
     """Bytes of memory that can still be used on this host."""
     try:
         with open("/proc/meminfo") as meminfo:

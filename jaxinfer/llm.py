@@ -14,11 +14,11 @@ from typing import Any
 import jax
 from tqdm import tqdm
 
-from jaxinfer import chat, compile_cache, defaults, models
+from jaxinfer import chat, compile_cache, defaults, planner
 from jaxinfer import prompts as prompts_
 from jaxinfer.engine import Engine, EngineConfig, EngineStats
 from jaxinfer.kv_cache import KVCacheSpec
-from jaxinfer.loading import LoadedModel, load_model, refuse_unknown
+from jaxinfer.loading import find_model, given_model, refuse_unknown
 from jaxinfer.prompts import Prompt
 from jaxinfer.records import Record
 from jaxinfer.request import Loglikelihood, Request, RequestOutput, SamplingParams
@@ -114,16 +114,14 @@ class LLM:
             compile_cache.default_folder() if compilation_cache_dir == "auto" else compilation_cache_dir
         )
         device = jax.devices()[0]
-        self._owns_weights = model is not None
         if model is not None:
-            loaded = load_model(model, dtype, device, tokenizer, generation_config)
+            found = find_model(model, dtype, device, tokenizer, generation_config)
         else:
-            ends = frozenset() if tokenizer is None else tokenizer.eos_token_ids
-            module = model_module or models.module_of(config)
-            loaded = LoadedModel(module, config, weights, tokenizer, ends, "weights given as a tree")
-        config = loaded.config
-        self.config, self.tokenizer, self.end_token_ids = config, loaded.tokenizer, loaded.end_token_ids
-        self.default_sampling_params = loaded.sampling_defaults
+            found = given_model(config, weights, model_module, tokenizer)
+        config = found.config
+        self.config, self.tokenizer, self.end_token_ids = config, found.tokenizer, found.end_token_ids
+        self.default_sampling_params = found.sampling_defaults
+        self._owns_weights = not found.weights_loaded
 
         self.max_model_len = max_model_len or config.max_position_embeddings
         if self.max_model_len > config.max_position_embeddings:
@@ -131,7 +129,7 @@ class LLM:
                 f"max_model_len={self.max_model_len} is over the model's own maximum of "
                 f"{config.max_position_embeddings} positions"
             )
-        chosen = defaults.implementation(implementation, device)
+        chosen = defaults.implementation(implementation, device, config.dtype, config.head_dim)
         spec = KVCacheSpec(
             num_layers=config.num_layers,
             num_kv_heads=config.num_kv_heads,
@@ -141,20 +139,24 @@ class LLM:
             dtype=config.dtype,
             implementation=chosen.value,
         )
-        weights_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(loaded.weights))
-        pages = defaults.num_pages(
-            spec,
+        plan = planner.check(
+            found.module,
+            config,
             device,
-            max_model_len=self.max_model_len,
+            spec,
+            max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
-            weights_bytes=weights_bytes,
+            max_num_batched_tokens=max_num_batched_tokens,
             num_pages=num_pages,
             kv_cache_memory_bytes=kv_cache_memory_bytes,
             gpu_memory_utilization=gpu_memory_utilization,
+            weights_loaded=found.weights_loaded,
         )
-        spec = replace(spec, num_pages=pages.value)
+        spec = replace(spec, num_pages=plan.num_pages)
         logger.info("attention: %s on %s, since %s", chosen.value, device.device_kind, chosen.reason)
-        logger.info("KV cache: %s, from %s", spec.describe(), pages.reason)
+        for line in plan.lines():
+            logger.info(line)
+        weights = found.load_weights()
         max_num_batched_tokens = max(max_num_batched_tokens, max_num_seqs)
         buckets = buckets or Buckets.default(
             max_num_seqs, max_num_batched_tokens, decode_steps, device.platform
@@ -162,9 +164,9 @@ class LLM:
         if matmul_precision is None and config.dtype == "float32":
             matmul_precision = "highest"
         self.engine = Engine(
-            loaded.module,
+            found.module,
             config,
-            loaded.weights,
+            weights,
             spec,
             EngineConfig(
                 scheduler=SchedulerConfig(
@@ -180,11 +182,11 @@ class LLM:
                 matmul_precision=matmul_precision,
                 strict_compile=strict_compile,
                 enable_prefix_caching=enable_prefix_caching,
-                cache_salt=loaded.name,
+                cache_salt=found.name,
                 logits_processors=tuple(logits_processors),
                 logits_processor_args=logits_processor_args,
             ),
-            bad_word_ids=None if loaded.tokenizer is None else self._bad_word_ids,
+            bad_word_ids=None if found.tokenizer is None else self._bad_word_ids,
         )
         self.device_choice = f"{device.platform} ({device.device_kind})"
         self.implementation_choice = chosen

@@ -1,7 +1,8 @@
 """From the name of a model to what an engine is built from, and which options there are not."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -44,20 +45,23 @@ def refuse_unknown(options: Mapping[str, Any]) -> None:
 
 
 @dataclass(frozen=True)
-class LoadedModel:
+class FoundModel:
+    """Everything about a model but its weights, which `load_weights()` reads."""
+
     module: ModuleType
     config: Any
-    weights: Any
+    load_weights: Callable[[], Any]
+    weights_loaded: bool  # whether they are on the device already
     tokenizer: Tokenizer | None
     end_token_ids: frozenset[int]
     name: str  # pages are shared under equal names only
     sampling_defaults: SamplingParams = field(default_factory=SamplingParams)
 
 
-def load_model(
+def find_model(
     model: str | Path, dtype: str, device: jax.Device, tokenizer: Tokenizer | None, generation_config: str
-) -> LoadedModel:
-    """Finds, fetches and reads a model; arguments as those of `LLM`, where `tokenizer` replaces the model's own.
+) -> FoundModel:
+    """Finds, fetches and opens a model; arguments as those of `LLM`, where `tokenizer` replaces the model's own.
 
     Raises:
       FetchError, CheckpointError, ValueError: as `LLM`.
@@ -68,12 +72,36 @@ def load_model(
     config = module.Config.from_hf(checkpoint.config, dtype=defaults.dtype(dtype, device))
     tokenizer = tokenizer or load_tokenizer(path)
     file = checkpoint.generation_config if generation_config == "auto" else None
-    return LoadedModel(
+    return FoundModel(
         module=module,
         config=config,
-        weights=checkpoints.load_weights(checkpoint, module, config, jnp.dtype(config.dtype)),
+        load_weights=partial(checkpoints.load_weights, checkpoint, module, config, jnp.dtype(config.dtype)),
+        weights_loaded=False,
         tokenizer=tokenizer,
         end_token_ids=frozenset(checkpoint.end_token_ids) | tokenizer.eos_token_ids,
         name=str(path),
         sampling_defaults=default_sampling_params(file),
+    )
+
+
+def given_model(
+    config: Any, weights: Any, module: ModuleType | None, tokenizer: Tokenizer | None
+) -> FoundModel:
+    """A model whose weights the user has: a `Weights` tree, or nested dicts (such as a Flax tree) of its leaves.
+
+    Raises:
+      TypeError: no model file has this kind of config.
+      CheckpointError: leaves are missing, superfluous or of another shape.
+    """
+    module = module or models.module_of(config)
+    if isinstance(weights, Mapping):
+        weights = checkpoints.weights_from_tree(weights, module, config)
+    return FoundModel(
+        module=module,
+        config=config,
+        load_weights=lambda: weights,
+        weights_loaded=True,
+        tokenizer=tokenizer,
+        end_token_ids=frozenset() if tokenizer is None else tokenizer.eos_token_ids,
+        name="weights given as a tree",
     )

@@ -180,7 +180,7 @@ def _compiled_temporaries(model: str, plan: Any) -> int:
         load.page_size,
         plan.memory.num_pages,
         plan.setting.kv_dtype,
-        defaults.implementation("auto", device).value,
+        defaults.implementation("auto", device, config.dtype, config.head_dim).value,
     )
     tokens = max(load.max_num_batched_tokens, load.batch)
     return temporaries.compiled(

@@ -111,7 +111,7 @@ def check(
     elif kv_cache_memory_bytes is not None:
         pages = kv_cache_memory_bytes // spec.bytes_per_page
     else:
-        budget, reason = defaults._memory_budget(device, gpu_memory_utilization, weights)
+        budget, reason = defaults.memory_budget(device, gpu_memory_utilization, weights)
         if device.platform != "cpu" and not weights_loaded:
             budget -= weights  # which defaults takes to be among the bytes in use
         pages = min(int(budget // spec.bytes_per_page), 1 + max_num_seqs * (full_sequence - 1))
@@ -161,7 +161,7 @@ def _memory(device: jax.Device) -> tuple[int, int]:
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"], stats["bytes_limit"] - stats["bytes_in_use"]
-    available = defaults._available_memory()
+    available = defaults.available_memory()
     return available, available
 
 

@@ -304,7 +304,7 @@ def test_generate_writes_text_and_what_it_took(model):
     assert block["device"].startswith("cpu")
     assert block["attention"] == "xla: the device is a CPU"
     assert block["tokens"] == "59 prompt + 6 output"  # the end token is one
-    assert block["KV pages"] == "2 of 64 used, 32 tokens each"  # 64 tokens: the last one has no K and V
+    assert block["KV pages"] == "1 of 32 used, 64 tokens each"  # 64 tokens: the last one has no K and V
     assert re.fullmatch(r"2 compiled in \d+\.\d\d s", block["programs"])
     assert re.match(r"\d+\.\d{3} s", block["TTFT"])
     assert re.fullmatch(r"\d+\.\d ms \(\d+\.\d tok/s\)", block["TPOT"])

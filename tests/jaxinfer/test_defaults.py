@@ -1,0 +1,43 @@
+"""What "auto" picks on devices that are not attached."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from jaxinfer import defaults
+
+
+def device(platform, **facts):
+    return SimpleNamespace(platform=platform, device_kind=platform, **facts)
+
+
+@pytest.mark.parametrize(
+    ("chip", "dtype", "head_dim", "expected"),
+    [
+        (device("cpu"), "float32", 64, "xla"),
+        (device("tpu"), "bfloat16", 64, "tpu"),
+        (device("tpu"), "float16", 64, "xla"),
+        (device("gpu", compute_capability="9.0"), "bfloat16", 128, "gpu"),
+        (device("gpu", compute_capability="9.0"), "float32", 128, "xla"),
+        (device("gpu", compute_capability="9.0"), "bfloat16", 24, "xla"),
+        (device("gpu", compute_capability="8.0"), "bfloat16", 128, "xla"),
+        (device("gpu", compute_capability="10.0"), "bfloat16", 128, "xla"),
+    ],
+)
+def test_auto_picks_what_can_run_and_says_why(chip, dtype, head_dim, expected):
+    choice = defaults.implementation("auto", chip, dtype, head_dim)
+    assert choice.value == expected and choice.reason
+
+
+def test_a_name_is_never_replaced():
+    assert defaults.implementation("reference", device("tpu"), "float32", 64).value == "reference"
+
+
+@pytest.mark.parametrize(("length", "expected"), [(5, 8), (20, 32), (4096, 64)])
+def test_a_page_is_no_larger_than_a_whole_sequence_needs(length, expected):
+    assert defaults.page_size("auto", device("cpu"), length) == expected
+
+
+def test_unknown_dtype_is_refused_with_the_choices():
+    with pytest.raises(ValueError, match="int8.*auto, float32, bfloat16 or float16"):
+        defaults.dtype("int8", device("cpu"))
