@@ -78,6 +78,7 @@ def run(
         elif params.n > 1:
             for sample in result.output.outputs:
                 print(f"[{sample.index}] {show(sample)}")
+        sys.stdout.flush()  # the answer stands before the block, also where both go to one file
         print_pairs(block(llm, result), stderr=True)
 
 

@@ -36,15 +36,6 @@ class Run:
         seconds = metrics.last_token_time - metrics.first_token_time
         return more / seconds if more > 0 and seconds > 0 else None
 
-    def num_pages(self, page_size: int) -> int:
-        """Pages that held its tokens at the end, without preemption: samples share the prompt's full pages.
-
-        The last token of a sample was drawn but never went through the model, so it has no K and V.
-        """
-        shared = self.num_prompt_tokens // page_size
-        resident = (max(0, self.num_prompt_tokens + len(s.token_ids) - 1) for s in self.output.outputs)
-        return shared + sum(max(0, -(-tokens // page_size) - shared) for tokens in resident)
-
 
 def follow(
     llm: "LLM", outputs: Iterable[RequestOutput], show: Callable[[CompletionOutput], str] | None
@@ -91,7 +82,7 @@ def block(llm: "LLM", run: Run) -> list[tuple[str, str]]:
         ("TPOT", _tpot(run)),
         (
             "KV pages",
-            f"{run.num_pages(spec.page_size)} of {spec.num_pages - 1} used, {spec.page_size} tokens each",
+            f"{llm.stats().peak_pages_used} of {spec.num_pages - 1} used, {spec.page_size} tokens each",
         ),
         ("programs", f"{len(programs)} compiled in {programs.compile_seconds:.2f} s"),
     ]
@@ -103,7 +94,7 @@ def line(llm: "LLM", run: Run) -> str:
     ended = ", ended by length" if run.output.outputs[0].finish_reason == "length" else ""
     return (
         f"{run.num_prompt_tokens} prompt + {run.num_output_tokens} output tokens{ended}, TTFT {_ttft(run)}, "
-        f"TPOT {_tpot(run)}, {run.num_pages(spec.page_size)} of {spec.num_pages - 1} pages"
+        f"TPOT {_tpot(run)}, {llm.stats().peak_pages_used} of {spec.num_pages - 1} pages"
     )
 
 

@@ -81,6 +81,9 @@ class FakeLLM:
         programs = type("Programs", (), {"compile_seconds": 0.0, "__len__": lambda self: 0})()
         self.engine = SimpleNamespace(programs=programs, spec=SimpleNamespace(page_size=4, num_pages=9))
 
+    def stats(self):
+        return SimpleNamespace(peak_pages_used=3)
+
     def __enter__(self):
         return self
 
@@ -304,7 +307,8 @@ def test_generate_writes_text_and_what_it_took(model):
     assert block["device"].startswith("cpu")
     assert block["attention"] == "xla: the device is a CPU"
     assert block["tokens"] == "59 prompt + 6 output"  # the end token is one
-    assert block["KV pages"] == "1 of 32 used, 64 tokens each"  # 64 tokens: the last one has no K and V
+    # The answer fills one page; the step that was in flight when its end was read had taken the next.
+    assert block["KV pages"] == "2 of 32 used, 64 tokens each"
     assert re.fullmatch(r"2 compiled in \d+\.\d\d s", block["programs"])
     assert re.match(r"\d+\.\d{3} s", block["TTFT"])
     assert re.fullmatch(r"\d+\.\d ms \(\d+\.\d tok/s\)", block["TPOT"])
