@@ -64,14 +64,14 @@ def main() -> None:
         watcher.join()
         size = (folder / "out.jsonl").stat().st_size
     lines, memory = np.array([sample for sample in samples if sample[0] >= arguments.from_line]).T
+    shown = np.linspace(0, len(lines) - 1, 12).astype(int)
     slope = np.polyfit(lines, memory, 1)[0]
     print(
         json.dumps(
             {
                 "lines": totals.num_done,
                 "seconds": round(totals.seconds, 1),
-                "rss_mib_first": round(memory[0] / 2**20, 1),
-                "rss_mib_last": round(memory[-1] / 2**20, 1),
+                "rss_mib_at": {int(lines[i]): round(memory[i] / 2**20, 2) for i in shown},
                 "bytes_per_line": round(float(slope), 2),
                 "output_bytes_per_line": size // totals.num_done,
             }

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import jaxinfer.llm
 from jaxinfer.cli import app
 
-LINES = 200
+LINES = 120
 # The command with the few programs of the tests.
 CHILD = """
 import contextlib
