@@ -49,7 +49,8 @@ def main() -> None:
         model = write_model(folder / "model").path
         with (folder / "in.jsonl").open("w") as file:
             for i in range(arguments.lines):
-                file.write(json.dumps({"custom_id": f"line number {i}", "prompt": f"{i} is"}) + "\n")
+                # Of one length: a longer prompt may need a program of its own, and compiling takes memory once.
+                file.write(json.dumps({"custom_id": f"line number {i}", "prompt": f"{i:07d} is"}) + "\n")
         job = Job(
             input=folder / "in.jsonl",
             output=folder / "out.jsonl",
