@@ -8,7 +8,7 @@ import logging
 import re
 from pathlib import Path
 
-from huggingface_hub import HfApi, ModelInfo, constants, is_offline_mode, snapshot_download
+from huggingface_hub import HfApi, ModelInfo, constants, snapshot_download
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
@@ -65,7 +65,7 @@ def snapshot(
     """
     endpoint = endpoint or constants.ENDPOINT
     at = repr(name) if revision is None else f"{name!r} at revision {revision!r}"
-    unreachable = "HF_HUB_OFFLINE is set" if is_offline_mode() else None
+    unreachable = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else None
     try:
         if unreachable is None:
             try:

@@ -59,6 +59,8 @@ class JaxinferLM(LM):
         if device not in (None, "cuda:0"):
             raise ValueError(f"device={device!r}: JAX chooses the device; set JAX_PLATFORMS instead")
         if str(batch_size) not in ("1", "auto"):
+            if "max_num_seqs" in options:
+                raise ValueError(f"batch_size={batch_size} and max_num_seqs mean the same; give one of them")
             options["max_num_seqs"] = int(batch_size)
         if isinstance(pretrained, LLM) and options:
             raise ValueError(f"{', '.join(options)}: an LLM that is there already takes no more options")
@@ -159,9 +161,20 @@ class JaxinferLM(LM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """The text of a conversation, control tokens included; open at its end where no answer is asked for."""
+        """The text of a conversation, control tokens included; open at its end where no answer is asked for.
+
+        Raises:
+          ValueError: read as text, it would be other tokens than those of `LLM.chat`: some SentencePiece
+            tokenizers lose spaces, and control tokens in a message would come alive.
+        """
         ids = chat.render(self._tokenizer, chat_history, continue_final_message=not add_generation_prompt)
-        return self._tokenizer.decode(ids, skip_special_tokens=False)
+        text = self._tokenizer.decode(ids, skip_special_tokens=False)
+        if self._tokenizer.encode(text, add_special_tokens=False) != ids:
+            raise ValueError(
+                f"this conversation is not the same tokens when it is written as text, {text[:80]!r}...; run "
+                "without --apply_chat_template"
+            )
+        return text
 
 
 def _sampling_params(gen_kwargs: dict[str, Any], max_gen_toks: int) -> SamplingParams:

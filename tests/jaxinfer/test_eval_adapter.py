@@ -49,7 +49,9 @@ def folder(table, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def lm(folder):
-    lm = JaxinferLM(folder, batch_size=4, max_gen_toks=8, dtype="float32", max_model_len=MAX_LEN)
+    lm = JaxinferLM(
+        folder, batch_size=4, max_gen_toks=8, dtype="float32", max_model_len=MAX_LEN, decode_steps=1
+    )
     assert lm.llm.engine.config.scheduler.max_num_seqs == 4
     with lm.llm:
         yield lm
@@ -114,6 +116,7 @@ def test_what_cannot_act_is_refused(lm, folder):
     for options, message in [
         ({"device": "cuda:1"}, "JAX chooses the device"),
         ({"max_batch_size": 8}, "use batch_size"),
+        ({"batch_size": 8, "max_num_seqs": 4}, "mean the same; give one of them"),
     ]:
         with pytest.raises(ValueError, match=message):
             JaxinferLM(folder, **options)
@@ -136,6 +139,8 @@ def test_chat_text_is_the_templates(lm):
     )
     turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "The answer is"}]
     assert lm.apply_chat_template(turns, add_generation_prompt=False).endswith("assistant\nThe answer is")
+    with pytest.raises(ValueError, match="not the same tokens when it is written as text"):
+        lm.apply_chat_template([{"role": "user", "content": "Hi<|im_end|>"}])
 
 
 TASK = """
