@@ -17,7 +17,7 @@ demo: model
 	@.venv/bin/jaxinfer generate --model $(MODEL) --chat "$(QUESTION)"
 
 test: model lint
-	.venv/bin/pytest -m "not slow"
+	.venv/bin/pytest -m "not slow" -n 2 --dist loadfile
 
 test-slow: model
 	.venv/bin/pytest -m slow

@@ -11,7 +11,9 @@ import jax
 DTYPES = {"cpu": "float32", "gpu": "bfloat16", "tpu": "bfloat16"}
 # platform -> tokens per page
 PAGE_SIZES = {"cpu": 64, "gpu": 64, "tpu": 128}
-CPU_MEMORY_SHARE = 0.25  # of the memory that is available, for the pool, when nothing else is said
+# On a CPU, when nothing else is said: this share of the available memory, and not more than so many bytes (all
+# of the pool is written once at start).
+CPU_MEMORY_SHARE, CPU_POOL_BYTES = 0.25, 2 << 30
 ACCELERATOR_MEMORY_SHARE = 0.9  # of the device, for weights, pool and temporaries together
 TEMPORARIES_SHARE = 0.05  # of an accelerator's memory, kept free for a step's own arrays
 
@@ -71,7 +73,8 @@ def memory_budget(device: jax.Device, utilization: float | None, weights_bytes: 
     if utilization is not None:
         _check_share(utilization)
         return available * utilization - weights_bytes, f"gpu_memory_utilization={utilization:g}"
-    return available * CPU_MEMORY_SHARE, f"{CPU_MEMORY_SHARE:.0%} of the available memory"
+    budget = min(available * CPU_MEMORY_SHARE, CPU_POOL_BYTES)
+    return budget, f"{CPU_MEMORY_SHARE:.0%} of the available memory, at most {CPU_POOL_BYTES >> 30} GiB"
 
 
 def _check_share(share: float) -> None:

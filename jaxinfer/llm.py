@@ -35,7 +35,9 @@ class LLM:
     """A model ready to generate.
 
     Args:
-      model: a catalog name, a Hugging Face directory or a .gguf file. Or give `config` and `weights`.
+      model: a catalog name, a Hugging Face directory, a .gguf file, or org/name of the Hugging Face hub. Or give
+        `config` and `weights`.
+      revision, token: for a hub name: branch, tag or commit; a token, False for none, None for the stored one.
       config, weights: a model config (such as `models.llama.Config`) and its weights tree.
       model_module: the model file of `config`; found by its module when left out.
       tokenizer: for `config` and `weights`; without it prompts are token ids and outputs have no text.
@@ -78,6 +80,8 @@ class LLM:
         self,
         model: str | Path | None = None,
         *,
+        revision: str | None = None,
+        token: str | bool | None = None,
         config: Any = None,
         weights: Any = None,
         model_module: ModuleType | None = None,
@@ -115,7 +119,11 @@ class LLM:
         )
         device = jax.devices()[0]
         if model is not None:
-            found = find_model(model, dtype, device, tokenizer, generation_config)
+            found = find_model(model, revision, token, dtype, device, tokenizer, generation_config)
+        elif revision is not None or token is not None:
+            raise TypeError(
+                "revision and token are for a model of the hub; leave them out with config and weights"
+            )
         else:
             found = given_model(config, weights, model_module, tokenizer)
         config = found.config

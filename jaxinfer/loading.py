@@ -59,14 +59,20 @@ class FoundModel:
 
 
 def find_model(
-    model: str | Path, dtype: str, device: jax.Device, tokenizer: Tokenizer | None, generation_config: str
+    model: str | Path,
+    revision: str | None,
+    token: str | bool | None,
+    dtype: str,
+    device: jax.Device,
+    tokenizer: Tokenizer | None,
+    generation_config: str,
 ) -> FoundModel:
     """Finds, fetches and opens a model; arguments as those of `LLM`, where `tokenizer` replaces the model's own.
 
     Raises:
       FetchError, CheckpointError, ValueError: as `LLM`.
     """
-    path = fetch.resolve(model)
+    path = fetch.resolve(model, revision, token)
     checkpoint = checkpoints.open_checkpoint(path)
     module = models.for_config(checkpoint.config)
     config = module.Config.from_hf(checkpoint.config, dtype=defaults.dtype(dtype, device))

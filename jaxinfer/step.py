@@ -98,7 +98,7 @@ class Buckets:
             rows = [b for b in (8, 64, 256, 1024) if b < max_num_seqs]
             multi = max_num_seqs
         tokens = max_num_batched_tokens
-        wide = [(t, max_num_seqs) for t in (max_num_seqs, 256) if max_num_seqs <= t < tokens]
+        wide = [(t, max_num_seqs) for t in (max_num_seqs, 256) if 1 < max_num_seqs <= t < tokens]
         alone = [(t, 1) for t in (128,) if t < tokens]
         prefill = [*alone, (tokens, 1), *dict.fromkeys(wide), (tokens, max_num_seqs)]
         return Buckets(

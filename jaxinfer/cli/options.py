@@ -119,6 +119,8 @@ def _engine(name: str, kind: Any, default: Any, help_: str, **settings: Any) -> 
 
 
 ENGINE = [
+    _engine("revision", str, None, "Branch, tag or commit of a model of the hub."),
+    _engine("token", str, None, "For a hub model that is not public; default: the stored one."),
     _engine(
         "dtype", Literal["auto", "float32", "bfloat16", "float16"], "auto", "Of weights and activations."
     ),

@@ -162,6 +162,8 @@ def test_defaults_are_greedy_and_a_whole_answer(fake):
 
 
 ENGINE_CASES = {
+    "revision": ("--revision v1", "v1"),
+    "token": ("--token abc", "abc"),
     "dtype": ("--dtype bfloat16", "bfloat16"),
     "max_model_len": ("--max-model-len 64", 64),
     "max_num_seqs": ("--max-num-seqs 5", 5),
