@@ -39,5 +39,5 @@ def test_a_page_is_no_larger_than_a_whole_sequence_needs(length, expected):
 
 
 def test_unknown_dtype_is_refused_with_the_choices():
-    with pytest.raises(ValueError, match="int8.*auto, float32, bfloat16 or float16"):
+    with pytest.raises(ValueError, match=r"int8.*auto, float32, bfloat16 or float16"):
         defaults.dtype("int8", device("cpu"))
