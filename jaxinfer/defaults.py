@@ -3,6 +3,7 @@
 import math
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -61,14 +62,14 @@ def page_size(value: int | str, device: jax.Device, max_model_len: int) -> int:
 
 
 def memory_budget(device: jax.Device, utilization: float | None, weights_bytes: int) -> tuple[float, str]:
-    """(bytes for the pool, where the number comes from)."""
+    """(bytes for the pool, where the number comes from), when `weights_bytes` are still to be loaded."""
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats and "bytes_limit" in stats:
         share = ACCELERATOR_MEMORY_SHARE if utilization is None else utilization
         _check_share(share)
-        # The weights are loaded: bytes_in_use has them, and whatever else this process holds.
-        free = stats["bytes_limit"] * (share - TEMPORARIES_SHARE) - stats["bytes_in_use"]
-        return free, f"gpu_memory_utilization={share:g}"
+        # bytes_in_use: what this process holds already, on a second start the weights of the first engine too.
+        used = stats["bytes_in_use"] + weights_bytes
+        return stats["bytes_limit"] * (share - TEMPORARIES_SHARE) - used, f"gpu_memory_utilization={share:g}"
     available = available_memory()
     if utilization is not None:
         _check_share(utilization)
@@ -82,13 +83,20 @@ def _check_share(share: float) -> None:
         raise ValueError(f"gpu_memory_utilization={share} must be in (0, 1]")
 
 
-def available_memory() -> int:
-    """Bytes of memory that can still be used on this host."""
+def available_memory(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes of memory that this process can still use: of the host, or of its container where that is less."""
+    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2  # macOS tells the total only
+    if meminfo.is_file():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                available = int(line.split()[1]) * 1024
     try:
-        with open("/proc/meminfo") as meminfo:
-            for line in meminfo:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2  # macOS tells the total only
+        limit, current = ((cgroup / f"memory.{name}").read_text().strip() for name in ("max", "current"))
+        stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+    except OSError:  # no container, or none with cgroups of version 2
+        return available
+    if limit == "max":
+        return available
+    # Pages of files that were read count as used, and the kernel takes them back when memory is asked for.
+    used = int(current) - int(stat["inactive_file"])
+    return max(0, min(available, int(limit) - used))

@@ -1,6 +1,5 @@
 """What an engine will allocate on the device at hand, decided and checked before anything is loaded."""
 
-import math
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -99,10 +98,15 @@ def check(
         platform=device.platform,
     )
     rows = row_state_bytes(max_num_seqs, length)
-    limit, free = _memory(device)
+    free = _free_memory(device)
     room = free - (0 if weights_loaded else weights) - rows - temporary
     if room < 2 * spec.bytes_per_page:
         raise PlanError(_no_room(shape, weights, rows + temporary, free, weights_loaded))
+
+    def shared(utilization: float | None) -> tuple[int, str]:
+        """(pages that a share of the memory leaves, where the number comes from)."""
+        budget, reason = defaults.memory_budget(device, utilization, 0 if weights_loaded else weights)
+        return min(int(budget // spec.bytes_per_page), 1 + max_num_seqs * (full_sequence - 1)), reason
 
     most = room // spec.bytes_per_page
     reason = _reason(num_pages, kv_cache_memory_bytes, gpu_memory_utilization)
@@ -111,11 +115,9 @@ def check(
     elif kv_cache_memory_bytes is not None:
         pages = kv_cache_memory_bytes // spec.bytes_per_page
     else:
-        budget, reason = defaults.memory_budget(device, gpu_memory_utilization, weights)
-        if device.platform != "cpu" and not weights_loaded:
-            budget -= weights  # which defaults takes to be among the bytes in use
-        pages = min(int(budget // spec.bytes_per_page), 1 + max_num_seqs * (full_sequence - 1))
-    most = room // spec.bytes_per_page
+        pages, reason = shared(gpu_memory_utilization)
+        if gpu_memory_utilization is None and pages > most:  # nobody asked for so many
+            pages, reason = most, "all that weights and temporaries leave"
     wanted = full_sequence if max_model_len is not None else 2
     if pages > most:
         raise PlanError(
@@ -124,12 +126,13 @@ def check(
             f"num_pages={most} ({(most - 1) * spec.page_size} tokens)"
         )
     if pages < wanted:
+        # Tried one by one, so that what is named passes this very check.
+        shares = (hundredths / 100 for hundredths in range(1, 101))
+        utilization = next((share for share in shares if wanted <= shared(share)[0] <= most), None)
         raise PlanError(
             f"{reason} leaves {max(0, pages)} pages of {spec.page_size} tokens, and one sequence of {length} "
             f"tokens needs {wanted} with the null page; the nearest are "
-            + ", or ".join(
-                _nearest(spec, pages, wanted, most, max_model_len, limit, weights + rows + temporary)
-            )
+            + ", or ".join(_nearest(spec, pages, wanted, most, max_model_len, utilization))
         )
     return EnginePlan(
         weights_bytes=weights,
@@ -156,13 +159,11 @@ def _reason(num_pages: int | None, kv_bytes: int | None, utilization: float | No
     return named[0] if named else "the default"
 
 
-def _memory(device: jax.Device) -> tuple[int, int]:
-    """(bytes that exist, bytes that are free now)."""
+def _free_memory(device: jax.Device) -> int:
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats and "bytes_limit" in stats:
-        return stats["bytes_limit"], stats["bytes_limit"] - stats["bytes_in_use"]
-    available = defaults.available_memory()
-    return available, available
+        return stats["bytes_limit"] - stats["bytes_in_use"]
+    return defaults.available_memory()
 
 
 def _no_room(shape: ModelShape, weights: int, beside: int, free: int, loaded: bool) -> str:
@@ -181,16 +182,14 @@ def _nearest(
     wanted: int,
     most: int,
     max_model_len: int | None,
-    limit: int,
-    beside: int,
+    utilization: float | None,
 ) -> list[str]:
     found = []
     if max_model_len is not None and pages >= 2:
         found.append(f"max_model_len={(pages - 1) * spec.page_size}")
     if wanted <= most:
         found.append(f"num_pages={wanted} ({_size(wanted * spec.bytes_per_page)})")
-        utilization = math.ceil(100 * (beside + wanted * spec.bytes_per_page) / limit) / 100
-        if utilization <= 1:
+        if utilization is not None:
             found.append(f"gpu_memory_utilization={utilization:g}")
     elif most >= 2:
         found.append(f"max_model_len={(most - 1) * spec.page_size} with num_pages={most}, all that is free")

@@ -8,6 +8,7 @@ import pytest
 from planner_shapes import tiny_shape
 from tiny_models import CONFIGS
 
+from jaxinfer import defaults
 from jaxinfer.kv_cache import KVCacheSpec
 from jaxinfer.llm import LLM
 from jaxinfer.models import llama
@@ -164,12 +165,52 @@ def test_a_pool_below_one_sequence_names_settings_that_work(options):
         if "=" in part
     )
     assert checked(device, num_pages=int(nearest["num_pages"])).num_tokens >= 256
-    assert (
-        checked(device, gpu_memory_utilization=float(nearest["gpu_memory_utilization"]) + 0.05).num_tokens
-        >= 256
-    )
+    assert checked(device, gpu_memory_utilization=float(nearest["gpu_memory_utilization"])).num_tokens >= 256
     if "max_model_len" in nearest:
         assert checked(device, **options | {"max_model_len": int(nearest["max_model_len"])}).num_pages >= 2
+
+
+@pytest.mark.parametrize("in_use", [0, MIB // 2])
+@pytest.mark.parametrize("loaded", [False, True])
+def test_the_share_of_memory_that_is_named_is_the_smallest_that_passes(in_use, loaded):
+    """Whatever else is in use, and whether or not the weights are."""
+    device = FakeDevice(3 * MIB, in_use)
+    options = {"weights_loaded": loaded}
+    with pytest.raises(PlanError, match="nearest are") as caught:
+        checked(device, gpu_memory_utilization=0.06, **options)
+    share = float(str(caught.value).split("gpu_memory_utilization=")[2])
+    assert checked(device, gpu_memory_utilization=share, **options).num_tokens >= 256
+    with pytest.raises(PlanError):
+        checked(device, gpu_memory_utilization=round(share - 0.01, 2), **options)
+
+
+def test_a_default_pool_shrinks_to_what_is_left_and_a_named_one_is_refused(monkeypatch):
+    """On a CPU the default is a share of the memory, of which the weights may leave less."""
+    cpu = jax.devices("cpu")[0]
+    options = {"max_num_seqs": 64, "max_num_batched_tokens": 4096}
+    monkeypatch.setattr(defaults, "available_memory", lambda: 64 * MIB)
+    needed = checked(cpu, **options)
+    beside = needed.total_bytes - needed.pool_bytes
+    monkeypatch.setattr(defaults, "available_memory", lambda: beside + 20 * 32 * TOKEN)
+    plan = checked(cpu, **options)
+    assert plan.num_pages == 20
+    assert "all that weights and temporaries leave" in plan.lines()[1]
+    with pytest.raises(PlanError, match="nearest is num_pages=20 "):
+        checked(cpu, gpu_memory_utilization=0.99, **options)
+
+
+@pytest.mark.parametrize(
+    ("limit", "available"),
+    [("max", 4000 * 1024), (3_000_000, 3_000_000 - 2_000_000 + 500_000), (10**12, 4000 * 1024), (1000, 0)],
+)
+def test_the_memory_of_a_container_is_its_limit(tmp_path, limit, available):
+    """Less what it uses, of which the pages of files that were read can be taken back."""
+    (tmp_path / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable: 4000 kB\n")
+    (tmp_path / "memory.max").write_text(f"{limit}\n")
+    (tmp_path / "memory.current").write_text("2000000\n")
+    (tmp_path / "memory.stat").write_text("anon 1500000\ninactive_file 500000\n")
+    assert defaults.available_memory(tmp_path / "meminfo", tmp_path) == available
+    assert defaults.available_memory(tmp_path / "meminfo", tmp_path / "none") == 4000 * 1024
 
 
 def test_without_a_length_of_its_own_a_small_pool_is_no_error():
