@@ -103,13 +103,9 @@ class Setting:
         return self.num_devices * per_device / self.shape.num_kv_heads
 
 
-def attended(num_tokens: int, kv_len: int, window: int | None = None) -> int:
+def attended(num_tokens: int, kv_len: int) -> int:
     """Sum over the last `num_tokens` of `kv_len` positions of how many positions each attends to (causal)."""
-    start = kv_len - num_tokens
-    if window is None or kv_len <= window:
-        return num_tokens * start + num_tokens * (num_tokens + 1) // 2
-    growing = max(0, window - start)  # tokens that see fewer than `window`
-    return attended(growing, start + growing) + (num_tokens - growing) * window
+    return num_tokens * (kv_len - num_tokens) + num_tokens * (num_tokens + 1) // 2
 
 
 def operator_groups(setting: Setting, rows: Iterable[Row]) -> list[OperatorGroup]:
@@ -122,13 +118,8 @@ def operator_groups(setting: Setting, rows: Iterable[Row]) -> list[OperatorGroup
         for group in ("projections", "mlp", "embedding", "head")
     }
     head_params = shape.params("embedding" if shape.tied else "head")
-    attended_pairs = resident = 0
-    for window in set(shape.windows):
-        layers = shape.windows.count(window)
-        attended_pairs += layers * sum(attended(row.num_tokens, row.kv_len, window) for row in rows)
-        resident += layers * sum(
-            row.kv_len if window is None else min(row.kv_len, window + row.num_tokens - 1) for row in rows
-        )
+    attended_pairs = shape.num_layers * sum(attended(row.num_tokens, row.kv_len) for row in rows)
+    resident = shape.num_layers * sum(row.kv_len for row in rows)
     kv_item = kv_bytes_per_token_and_layer(shape.num_kv_heads, shape.head_dim, setting.kv_dtype)
     written = num_tokens * shape.num_layers
     return [
@@ -203,7 +194,9 @@ def prefill_time(setting: Setting, prompt: int, max_num_batched_tokens: int) -> 
 
 
 def compute_bound_batch(setting: Setting, context: int) -> int | None:
-    """The smallest batch at which a decode step is bound by compute; None: at this context no batch is.
+    """The smallest batch at which a decode step computes longer than it reads; None: at this context none does.
+
+    What chips send each other adds to both and is left out.
 
     Both sides are linear in the batch: flops = batch x f, bytes = w + batch x k. Past the batch at which
     weights no longer matter, the K and V of each row cost memory time of their own.
@@ -215,7 +208,7 @@ def compute_bound_batch(setting: Setting, context: int) -> int | None:
     if compute_slope <= memory_slope:
         return None
     batch = max(1, int(weights_s / (compute_slope - memory_slope)))
-    while decode_bound(setting, batch, context).binds == "memory":
+    while (step := decode_bound(setting, batch, context)).compute_s <= step.memory_s:
         batch += 1
     return batch
 

@@ -5,7 +5,6 @@ Shape letters: D embed_dim, N query heads, K KV heads, H head_dim, V vocab.
 
 import json
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -54,7 +53,7 @@ class Leaf:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a model. `windows`: per layer how many tokens back it looks, None for all of them."""
+    """Sizes of a model. Every layer looks at all tokens: model files refuse configs with sliding windows."""
 
     name: str
     num_layers: int
@@ -67,12 +66,9 @@ class ModelShape:
     tied: bool  # the head reads the embedding
     dtype: str
     leaves: tuple[Leaf, ...]
-    windows: tuple[int | None, ...]
 
     @staticmethod
-    def from_config(
-        module: ModuleType, config: Any, name: str = "model", windows: tuple[int | None, ...] | None = None
-    ) -> "ModelShape":
+    def from_config(module: ModuleType, config: Any, name: str = "model") -> "ModelShape":
         """From a model file and its config, by abstract evaluation of its `init`."""
         structs, _ = weight_leaves(module, config)
         axes = _axes(module.logical_axes(config))
@@ -89,7 +85,6 @@ class ModelShape:
             tied=config.tie_word_embeddings,
             dtype=config.dtype,
             leaves=leaves,
-            windows=windows or (None,) * config.num_layers,
         )
 
     @property
@@ -106,18 +101,13 @@ class ModelShape:
             _quantized_bytes(leaf, quantize) for leaf in self.leaves if group is None or leaf.group == group
         )
 
-    def kv_bytes_per_token(self, kv_dtype: str, layers: int | None = None) -> int:
-        """Bytes of K and V (and their scales) of one token in all layers, or in so many of them."""
-        return (self.num_layers if layers is None else layers) * kv_bytes_per_token_and_layer(
-            self.num_kv_heads, self.head_dim, kv_dtype
-        )
+    def kv_bytes_per_token(self, kv_dtype: str) -> int:
+        """Bytes of K and V (and their scales) of one token in all layers."""
+        return self.num_layers * kv_bytes_per_token_and_layer(self.num_kv_heads, self.head_dim, kv_dtype)
 
     def kv_bytes(self, kv_dtype: str, num_tokens: int) -> int:
-        """Bytes of K and V of one sequence of `num_tokens`; layers with a window keep that many at most."""
-        per_layer = kv_bytes_per_token_and_layer(self.num_kv_heads, self.head_dim, kv_dtype)
-        return per_layer * sum(
-            num_tokens if window is None else min(num_tokens, window) for window in self.windows
-        )
+        """Bytes of K and V of one sequence of `num_tokens`."""
+        return num_tokens * self.kv_bytes_per_token(kv_dtype)
 
     def with_kv_heads(self, num_kv_heads: int) -> "ModelShape":
         """The same model with K and V for another number of heads.
@@ -154,7 +144,7 @@ def load(model: str | Path, dtype: str) -> ModelShape:
     hf = read_config(model)
     module = models.for_config(hf)
     config = module.Config.from_hf(hf, dtype=dtype)
-    return ModelShape.from_config(module, config, str(model), _windows(hf))
+    return ModelShape.from_config(module, config, str(model))
 
 
 def read_config(model: str | Path) -> dict[str, Any]:
@@ -178,14 +168,6 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(config, dict) or "model_type" not in config:
         raise ValueError(f"{path} is no model config: it has no model_type")
     return config
-
-
-def _windows(hf: Mapping[str, Any]) -> tuple[int | None, ...] | None:
-    """Per layer its window, from the keys of a config.json; None if no layer has one."""
-    kinds, window = hf.get("layer_types"), hf.get("sliding_window")
-    if not kinds or window is None or not hf.get("use_sliding_window", True):
-        return None
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
 def kv_bytes_per_token_and_layer(num_kv_heads: int, head_dim: int, kv_dtype: str) -> int:

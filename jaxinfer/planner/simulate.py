@@ -20,10 +20,7 @@ MAX_SAMPLES = 2000  # points of the curves over time
 
 
 class StepTime:
-    """Seconds of a step, in closed form: the roofline's sums are linear in tokens, pairs and residents.
-
-    Models with windows are timed as if every layer saw all tokens, which is an upper bound.
-    """
+    """Seconds of a step, in closed form: the roofline's sums are linear in tokens, pairs and residents."""
 
     def __init__(self, setting: Setting, efficiency: float, overhead_s: float = 0.0) -> None:
         if not 0 < efficiency <= 1:

@@ -91,19 +91,11 @@ def test_a_page_is_as_large_as_the_cache_makes_it(name, dtype):
     assert model.kv_bytes_per_token(dtype) * 16 == spec.bytes_per_page
 
 
-def test_layers_with_a_window_keep_no_more_than_it(seven_b):
-    windowed = dataclasses.replace(seven_b, windows=(512,) * 24 + (None,) * 8)
-    assert windowed.kv_bytes("float16", 4096) == seven_b.kv_bytes("float16", 4096) * (
-        24 * 512 + 8 * 4096
-    ) // (32 * 4096)
-    assert windowed.kv_bytes("float16", 256) == seven_b.kv_bytes("float16", 256)
-
-
-def test_windows_are_read_from_the_config():
-    kinds = ["sliding_attention", "full_attention"]
-    assert shape._windows({"layer_types": kinds, "sliding_window": 512}) == (512, None)
-    assert shape._windows({"layer_types": kinds, "sliding_window": 512, "use_sliding_window": False}) is None
-    assert shape._windows({"sliding_window": None}) is None
+def test_a_model_with_windows_is_refused_and_not_planned_without_them(tmp_path):
+    config = CONFIGS["llama_gqa"] | {"sliding_window": 512}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="sliding_window=512"):
+        shape.load(tmp_path, "float32")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
