@@ -183,6 +183,8 @@ class Engine:
         """Ends a sequence from outside (a stop string), keeping its first `num_output_tokens` tokens."""
         self.scheduler.finish(seq, reason, stop_reason, num_output_tokens)
         del seq.logprobs[num_output_tokens:]
+        # The chosen token is the first entry of its place.
+        seq.cumulative_logprob = sum((next(iter(e.values())).logprob for e in seq.logprobs), 0.0)
         self._settle(seq, self.clock())
 
     def abort(self, request_id: str) -> list[Sequence]:
@@ -207,9 +209,10 @@ class Engine:
             the present ones are.
 
         Raises:
-          RuntimeError: requests are unfinished.
+          RuntimeError: requests are unfinished (steps in flight behind the end of all of them are no matter).
           ValueError: a leaf is missing, surplus, or of another shape or dtype; nothing has changed then.
         """
+        self.drain()
         if self.has_unfinished:
             raise RuntimeError(
                 "update_weights: requests are unfinished; let them finish, or abort them first"
@@ -248,8 +251,20 @@ class Engine:
             if len(self._in_flight) > (scheduled is not None):
                 return self._commit(*self._in_flight.popleft())
             return []
-        except BaseException:
-            self._reset()
+        except BaseException as error:
+            self._reset(error)
+            raise
+
+    def drain(self) -> None:
+        """Once every request has ended, takes in the surplus steps in flight: their pages are given back.
+
+        Does nothing while a request is unfinished.
+        """
+        try:
+            while self._in_flight and not self._unfinished:
+                self._commit(*self._in_flight.popleft())
+        except BaseException as error:
+            self._reset(error)
             raise
 
     def _dispatch(self, scheduled: ScheduledStep) -> None:
@@ -389,23 +404,30 @@ class Engine:
         return advances
 
     def _settle(self, seq: Sequence, now: float) -> None:
-        """A sequence has ended: its times are final, and nothing is kept of it."""
-        if self._unfinished.pop(seq, None) is not None and seq.metrics is not None:
+        """A sequence has ended: its times are final, and nothing is kept of it.
+
+        Comes twice where a stop string shows in the tokens that ended the sequence: it gets shorter once more.
+        """
+        assert seq.metrics is not None
+        seq.metrics.num_output_tokens = seq.num_output_tokens
+        if self._unfinished.pop(seq, None) is not None:
             seq.metrics.finished_time = now
             seq.metrics.num_preemptions = seq.num_preemptions
-            seq.metrics.num_output_tokens = seq.num_output_tokens
 
-    def _reset(self) -> None:
+    def _reset(self, error: BaseException) -> None:
         """After an exception in the middle of a step no host record can be trusted: start them anew.
 
-        Donated buffers are gone if the exception came between a dispatch and its result.
+        Nor can device state: what failed on the device is found out late, and the cache may be its result. Ctrl-C
+        is no failure of the device; then only donated buffers are gone, if it came between a dispatch and its
+        result.
         """
         now = self.clock()
         for seq in list(self._unfinished):
             seq.finish_reason = seq.finish_reason or "abort"
             self._settle(seq, now)
         self._start_host_state()
-        if any(leaf.is_deleted() for leaf in jax.tree.leaves((self._cache, self._rows))):
+        gone = any(leaf.is_deleted() for leaf in jax.tree.leaves((self._cache, self._rows)))
+        if gone or not isinstance(error, KeyboardInterrupt):
             self._allocate()
 
     # Programs

@@ -170,10 +170,9 @@ def step(
       StepOutput ([B] arrays; rows that do not sample hold values without meaning; hidden [T, D]), the cache
       with this step's K and V appended, and the row state with the drawn tokens recorded.
     """
-    first = jnp.minimum(batch.cu_q_lens[:-1], len(batch.token_ids) - 1)
-    # A decode row's input id is what it drew last; it never visits the host.
-    drawn = rows.last_token[batch.row_ids]
-    token_ids = batch.token_ids.at[first].set(jnp.where(batch.from_row, drawn, batch.token_ids[first]))
+    # A decode row's input id is what it drew last; it never visits the host. Other rows write nowhere.
+    first = jnp.where(batch.from_row, batch.cu_q_lens[:-1], len(batch.token_ids))
+    token_ids = batch.token_ids.at[first].set(rows.last_token[batch.row_ids], mode="drop")
     hidden, kv_cache = model.forward(config, weights, kv_cache, replace(batch, token_ids=token_ids))
     last = last_token_indices(batch)
     logits = model.unembed(config, weights, hidden[last])  # f32[B, V]

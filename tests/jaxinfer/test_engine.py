@@ -1,6 +1,7 @@
 """The engine against transformers' greedy continuations, whatever runs beside a request, and its housekeeping."""
 
 import logging
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +20,11 @@ from engines import (
 )
 from planted import greedy, next_logprobs
 
+from jaxinfer.batch import pack
 from jaxinfer.request import SamplingParams
+from jaxinfer.sampling import init_row_state
 from jaxinfer.scheduler import RequestTooLong
-from jaxinfer.step import Program
+from jaxinfer.step import Program, step
 
 NAME = "llama_gqa"
 golden = np.load(GOLDEN / f"{NAME}.npz")
@@ -281,6 +284,68 @@ def test_an_interrupt_in_the_middle_of_a_step_leaves_a_working_engine(moment, mo
             engine.step()
     assert running.finish_reason == "abort"
     check_golden(*generate(engine, (SHORT, greedy_params(20)), (LONG, greedy_params(20))))
+
+
+def test_a_failure_of_the_device_leaves_a_working_engine(monkeypatch):
+    """It is found out late: the cache is then what a failed program was to return, and is not deleted."""
+    engine = make_engine(NAME)
+    submit(engine, (LONG, greedy_params(20)))
+    engine.step()
+
+    def fail(*args, **kwargs):
+        engine._cache = jax.tree.map(lambda x: x[:1], engine._cache)  # every later use of it raises
+        raise RuntimeError("INTERNAL: device")
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="INTERNAL"):
+        patch.setattr(engine.scheduler, "commit", fail)
+        while True:
+            engine.step()
+    check_golden(*generate(engine, (SHORT, greedy_params(20)), (LONG, greedy_params(20))))
+
+
+def test_steps_in_flight_behind_the_last_end_are_drained():
+    """An end id is seen when the next step is already under way: its pages, and new weights, waited for it."""
+    engine = make_engine("planted")
+    end = greedy(planted_table(), 8, 3)[-1]
+    [[seq]] = submit(engine, ([8], greedy_params(60)), ends=frozenset([end]))
+    engine.step()
+    engine.drain()
+    assert not seq.finished, "a request is unfinished: nothing to drain"
+    while not seq.finished:
+        engine.step()
+    assert engine.scheduler.allocator.num_used > 0, "a surplus step is in flight"
+    engine.drain()
+    assert engine.scheduler.allocator.num_used == 0 and not engine.has_unfinished
+    [[seq]] = submit(engine, ([8], greedy_params(60)), ends=frozenset([end]))
+    while not seq.finished:
+        engine.step()
+    engine.update_weights(engine.weights)
+    assert engine.scheduler.allocator.num_used == 0
+
+
+def test_a_stop_before_the_last_token_corrects_all_that_was_counted():
+    engine = make_engine("planted")
+    [[seq]] = submit(engine, ([8], greedy_params(6, logprobs=2)))
+    drain(engine)
+    six = [entries[token].logprob for token, entries in zip(seq.output_token_ids, seq.logprobs, strict=True)]
+    assert seq.cumulative_logprob == pytest.approx(sum(six), abs=1e-6) and seq.finish_reason == "length"
+    engine.finish(seq, "stop", "text", 4)
+    assert len(seq.logprobs) == len(seq.output_token_ids) == seq.metrics.num_output_tokens == 4
+    assert seq.cumulative_logprob == pytest.approx(sum(six[:4]), abs=1e-6)
+
+
+def test_padded_rows_leave_the_last_token_alone():
+    """Two decode rows fill both tokens of a step, and two padded rows have no token of their own."""
+    echo = SimpleNamespace(  # draws each row's input id
+        forward=lambda config, weights, cache, batch: (batch.token_ids, cache),
+        unembed=lambda config, weights, ids: jax.nn.one_hot(ids, 16),
+    )
+    rows = init_row_state(4, 8).replace(last_token=jnp.array([5, 7, 0, 0, 0], jnp.int32))
+    batch = pack(
+        [((0,), 3, (1,)), ((0,), 3, (2,))], page_size=8, num_rows=4, spare_row=4, from_row=[True, True]
+    )
+    output, _, _ = step(echo, None, None, None, rows, jax.tree.map(jnp.asarray, batch), None)
+    assert output.sampled.tokens[:2].tolist() == [5, 7]
 
 
 def test_abort_frees_the_pages_of_a_running_request():
