@@ -131,11 +131,12 @@ class ModelShape:
 
 
 def load(model: str | Path, dtype: str) -> ModelShape:
-    """The shape of a folder, a config.json, a .gguf file or a catalog name; no weights are read.
+    """The shape of a folder, a config.json, a .gguf file, a catalog name or org/name of the hub; no weights are read.
 
     Args:
-      model: a folder needs only its config.json; of a GGUF file only the header is read; a catalog name is
-        fetched if it is not there yet, since its config is in the header of its file.
+      model: a folder needs only its config.json (of weights that are there the headers are read, to see whether
+        there is a head); of a GGUF file only the header is read; a catalog name is fetched if it is not there
+        yet, since its config is in the header of its file; of a hub model only config.json is fetched.
       dtype: of weights and activations: float32, bfloat16 or float16.
 
     Raises:
@@ -148,16 +149,39 @@ def load(model: str | Path, dtype: str) -> ModelShape:
 
 
 def read_config(model: str | Path) -> dict[str, Any]:
-    """config.json as a dict, from whatever names a model; see `load`."""
+    """config.json as a dict, from whatever names a model; see `load`.
+
+    Where weights are beside it, `tie_word_embeddings` says what they hold. Without weights and without that key
+    the head is not tied, as transformers has it for every model_type that is supported here.
+    """
     path = Path(model).expanduser()
     if str(model) not in fetch.catalog():
-        if path.is_dir():
+        if path.is_dir() and not any(path.glob("*.safetensors")):
             path = path / "config.json"
             if not path.is_file():
                 raise ValueError(f"{path.parent} has no config.json; give a folder with one, or a .gguf file")
         if path.suffix == ".json" and path.is_file():
             return _read_json(path)
+        if not path.exists():
+            from checkpoints import hub  # here: it takes half a second that other models need not wait
+
+            if hub.is_hub_name(model):
+                return _read_json(_hub_config(str(model)))
     return checkpoints.open_checkpoint(fetch.resolve(model)).config
+
+
+def _hub_config(name: str) -> Path:
+    """config.json of a model of the Hugging Face hub, and nothing else of it."""
+    import huggingface_hub
+
+    try:
+        return Path(huggingface_hub.hf_hub_download(name, "config.json"))
+    except (OSError, ValueError, huggingface_hub.errors.EntryNotFoundError) as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+        raise fetch.FetchError(
+            f"no config.json of {name!r} from the hub or its cache ({first}); check the name, run `hf auth "
+            "login` if the model is gated, or give the path of a config.json"
+        ) from error
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 
+import huggingface_hub
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -155,6 +156,41 @@ def test_a_catalog_name_is_its_file(config_json, monkeypatch):
     write_gguf(config_json / "tiny.gguf", config, weights)
     monkeypatch.setattr(shape.fetch, "fetch", lambda name: config_json / "tiny.gguf")
     assert shape.load("smollm2-135m-instruct", "float32").embed_dim == config["hidden_size"]
+
+
+@pytest.mark.parametrize("name", ["llama_gqa", "llama_mqa_tied"])
+def test_weights_beside_a_config_say_whether_the_head_is_tied(tmp_path, name):
+    """A config.json may leave it out: then the file decides, and without a file nothing is tied."""
+    config, weights = make_tiny(name)
+    tied = config.get("tie_word_embeddings", False)
+    config = {key: value for key, value in config.items() if key != "tie_word_embeddings"}
+    assert shape.load(write_hf(tmp_path, config, weights), "float32").tied == tied
+    (tmp_path / "alone").mkdir()
+    (tmp_path / "alone" / "config.json").write_text(json.dumps(config))
+    assert not shape.load(tmp_path / "alone", "float32").tied
+
+
+def test_of_a_hub_model_only_the_config_is_fetched(config_json, monkeypatch):
+    asked = []
+
+    def download(name, file):
+        asked.append((name, file))
+        return str(config_json / file)
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    monkeypatch.setattr(shape.fetch, "resolve", lambda model: pytest.fail("weights are fetched"))
+    assert shape.load("org/tiny", "float32").embed_dim == CONFIGS["llama_gqa"]["hidden_size"]
+    assert asked == [("org/tiny", "config.json")]
+
+
+def test_a_hub_model_that_is_not_there_is_one_sentence(tmp_path, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(
+        shape.fetch.FetchError, match=r"no config\.json of 'org/tiny'.*give the path"
+    ) as caught:
+        shape.load("org/tiny", "float32")
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
