@@ -1,13 +1,13 @@
 """The plan against what an engine allocates, and impossible settings refused before anything is loaded."""
 
 import dataclasses
-from pathlib import Path
 
 import jax
 import pytest
 from planner_shapes import tiny_shape
 from tiny_models import CONFIGS
 
+from checkpoints import fetch
 from jaxinfer import defaults
 from jaxinfer.kv_cache import KVCacheSpec
 from jaxinfer.llm import LLM
@@ -20,7 +20,7 @@ from jaxinfer.step import Buckets, Program
 CONFIG = llama.Config.from_hf(CONFIGS["llama_gqa"])
 SPEC = KVCacheSpec(CONFIG.num_layers, CONFIG.num_kv_heads, CONFIG.head_dim, 32, 2)
 TOKEN = 2 * 2 * 2 * 16 * 4  # K and V, layers, heads, head_dim, float32
-MODEL = Path("~/.cache/jaxinfer-peers/model/SmolLM2-135M-Instruct.Q4_1.gguf").expanduser()
+MODEL = "smollm2-135m-instruct"
 MIB = 2**20
 BUCKETS = Buckets(prefill=((64, 16),), decode=(16,), decode_steps=1, max_multi_step_rows=16)
 
@@ -77,16 +77,16 @@ def test_compiled_temporaries_are_those_of_the_engines_program(engine):
     assert found < 1.5 * executable.memory_analysis().temp_size_in_bytes
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not MODEL.is_file(), reason="SmolLM2 is not in the cache folder")
+@pytest.mark.skipif(not fetch.is_here(MODEL), reason=f"run `jaxinfer fetch {MODEL}` for this test")
 def test_smollm2_is_as_large_as_planned(monkeypatch, tmp_path):
     monkeypatch.setattr(
         hardware, "measure_cpu", lambda: {"peaks": {"float32": 1e11}, "memory_bandwidth": 1e10}
     )
     monkeypatch.setattr(hardware.platformdirs, "user_cache_path", lambda name: tmp_path)
-    plan = make_plan(MODEL, hardware="cpu", context=1024, batch=8)
-    with LLM(MODEL, max_num_seqs=8, max_model_len=1024) as llm:
-        weights, pool, total = allocated(llm, Program("prefill", 512, 8))
+    plan = make_plan(MODEL, hardware="cpu", context=512, batch=4)
+    buckets = Buckets(prefill=((512, 4),), decode=(4,), decode_steps=1, max_multi_step_rows=4)
+    with LLM(MODEL, max_num_seqs=4, max_model_len=512, decode_steps=1, buckets=buckets) as llm:
+        weights, pool, total = allocated(llm, Program("prefill", 512, 4))
     assert (plan.memory.weights_bytes, plan.memory.pool_bytes) == (weights, pool)
     assert plan.memory.total_bytes == pytest.approx(total, rel=0.15)
 
