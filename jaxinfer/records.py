@@ -67,7 +67,9 @@ class Record:
         if seq.finish_reason is not None:
             text += stream.finish()
         self._texts[seq.index] += text
-        if stream.stop_reason is not None and not ended_by_token:
+        # A step of several tokens may bring a stop string and, after it, the end id: what came first counts.
+        stopped_first = not ended_by_token or stream.num_tokens < seq.num_output_tokens
+        if stream.stop_reason is not None and stopped_first:
             return stream.stop_reason, stream.num_tokens
         return None
 
