@@ -3,7 +3,7 @@
 import hashlib
 import itertools
 import logging
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from functools import partial
@@ -18,11 +18,11 @@ from jaxinfer import chat, compile_cache, defaults, planner
 from jaxinfer import prompts as prompts_
 from jaxinfer.engine import Engine, EngineConfig, EngineStats
 from jaxinfer.kv_cache import KVCacheSpec
-from jaxinfer.loading import find_model, given_model, refuse_unknown
+from jaxinfer.loading import check_names, find_model, given_model, refuse_unknown
 from jaxinfer.prompts import Prompt
 from jaxinfer.records import Record
 from jaxinfer.request import Loglikelihood, Request, RequestOutput, SamplingParams
-from jaxinfer.request_loop import RequestLoop
+from jaxinfer.request_loop import Outputs, RequestLoop
 from jaxinfer.sampling import LogitsProcessor, LogprobsMode
 from jaxinfer.scheduler import SchedulerConfig
 from jaxinfer.step import Buckets
@@ -114,6 +114,18 @@ class LLM:
             raise ValueError(f"generation_config={generation_config!r} must be 'auto' or 'none'")
         if (model is None) == (config is None or weights is None):
             raise TypeError("give either model=..., or both config=... and weights=...")
+        if model is not None and (config is not None or weights is not None or model_module is not None):
+            raise TypeError("config, weights and model_module replace model=...; leave either out")
+        if model is None and dtype != "auto":
+            raise TypeError(f"dtype={dtype!r} is for model=...; config and weights have a dtype already")
+        check_names(logprobs_mode, implementation, matmul_precision)
+        scheduler = SchedulerConfig(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=1 if max_model_len is None else max_model_len,  # the model's own is known later
+            max_num_partial_prefills=max_num_partial_prefills,
+            decode_steps=decode_steps,
+        )
         compile_cache.enable(
             compile_cache.default_folder() if compilation_cache_dir == "auto" else compilation_cache_dir
         )
@@ -129,9 +141,8 @@ class LLM:
         config = found.config
         self.config, self.tokenizer, self.end_token_ids = config, found.tokenizer, found.end_token_ids
         self.default_sampling_params = found.sampling_defaults
-        self._owns_weights = not found.weights_loaded
 
-        self.max_model_len = max_model_len or config.max_position_embeddings
+        self.max_model_len = config.max_position_embeddings if max_model_len is None else max_model_len
         if self.max_model_len > config.max_position_embeddings:
             raise ValueError(
                 f"max_model_len={self.max_model_len} is over the model's own maximum of "
@@ -165,7 +176,8 @@ class LLM:
         for line in plan.lines():
             logger.info(line)
         weights = found.load_weights()
-        max_num_batched_tokens = max(max_num_batched_tokens, max_num_seqs)
+        # Arrays on the device that nobody but this LLM has: `close` frees them.
+        self._owned_weights = [] if found.weights_loaded else jax.tree.leaves(weights)
         buckets = buckets or Buckets.default(
             max_num_seqs, max_num_batched_tokens, decode_steps, device.platform
         )
@@ -177,12 +189,9 @@ class LLM:
             weights,
             spec,
             EngineConfig(
-                scheduler=SchedulerConfig(
-                    max_num_seqs=max_num_seqs,
-                    max_num_batched_tokens=max_num_batched_tokens,
+                scheduler=replace(
+                    scheduler,
                     max_model_len=self.max_model_len,
-                    max_num_partial_prefills=max_num_partial_prefills,
-                    decode_steps=decode_steps,
                     max_multi_step_rows=buckets.max_multi_step_rows,
                 ),
                 buckets=buckets,
@@ -235,14 +244,15 @@ class LLM:
         sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
         *,
         priority: Seq[int] | None = None,
-    ) -> Iterator[RequestOutput]:
+    ) -> Outputs:
         """Like `generate`, as it happens: an output whenever one has grown, with all of its text so far.
 
-        The last output of each request has `finished=True`. Leaving the loop early aborts what is left.
+        The last output of each request has `finished=True`. What is left is aborted when the stream is closed or
+        dropped, read or not.
         """
         records = self._submit(prompts, sampling_params, priority)
         _raise_single(records, prompts_.is_single(prompts))
-        return self._outputs(records)
+        return Outputs(self._loop, records)
 
     def chat(
         self,
@@ -266,12 +276,12 @@ class LLM:
         messages: Seq[Mapping[str, Any]] | Seq[Seq[Mapping[str, Any]]],
         sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
         **template_options: Any,
-    ) -> Iterator[RequestOutput]:
+    ) -> Outputs:
         """Like `chat`, as it happens; see `stream`."""
         single = isinstance(messages[0], Mapping) if messages else True
         records = self._submit_chat(messages, sampling_params, template_options)
         _raise_single(records, single)
-        return self._outputs(records)
+        return Outputs(self._loop, records)
 
     async def astream(
         self,
@@ -319,23 +329,28 @@ class LLM:
 
         Raises:
           ValueError: a pair cannot be scored; it is named, and nothing is computed.
+          RuntimeError: a step failed that another thread ran.
         """
         params = SamplingParams(temperature=0, max_tokens=0, prompt_logprobs=0, detokenize=False)
         pairs = prompts_.encode_pairs(self.tokenizer, prompts, continuations)
         records: list[Record] = []
         # Equal beginnings next to each other: their pages are still there.
         order = sorted(range(len(pairs)), key=lambda i: pairs[i])
-        with self._loop.lock:
-            for i in order:
-                before, after = pairs[i]
-                record = self._add((before + after), params, 0, lambda ids: (None, ids), len(before))
-                records.append(record)
-                if record.error is not None:
-                    self._loop.leave(records)
-                    raise ValueError(f"pair {i}: {record.error}")
-        with self._bar(len(records), "score", use_tqdm) as bar:
-            for _ in self._loop.advance(records, bar.update):
-                pass
+        try:
+            with self._loop.lock:
+                for i in order:
+                    before, after = pairs[i]
+                    records.append(
+                        self._add((before + after), params, 0, lambda ids: (None, ids), len(before))
+                    )
+                    if records[-1].error is not None:
+                        raise ValueError(f"pair {i}: {records[-1].error}")
+            self._run(records, "score", use_tqdm)
+        finally:
+            self._loop.leave(records)
+        failed = [record.error for record in records if record.error is not None]
+        if failed:
+            raise RuntimeError(failed[0])
         results = {i: record.loglikelihood() for i, record in zip(order, records, strict=True)}
         return [results[i] for i in range(len(pairs))]
 
@@ -367,12 +382,21 @@ class LLM:
                 "LLM(generation_config='none') ignores them",
                 self.default_sampling_params,
             )
-        params = prompts_.one_each(
-            "sampling_params", sampling_params or self.default_sampling_params, len(prompts)
-        )
+        given = self.default_sampling_params if sampling_params is None else sampling_params
+        params = prompts_.one_each("sampling_params", given, len(prompts))
+        for i, each in enumerate(params):
+            if not isinstance(each, SamplingParams):
+                raise TypeError(f"sampling_params of prompt {i} is {each!r}; give SamplingParams")
         priorities = prompts_.one_each("priority", 0 if priority is None else list(priority), len(prompts))
-        with self._loop.lock:
-            return [self._add(*each, tokenize) for each in zip(prompts, params, priorities, strict=True)]
+        records: list[Record] = []
+        try:
+            with self._loop.lock:
+                for each in zip(prompts, params, priorities, strict=True):
+                    records.append(self._add(*each, tokenize))
+        except BaseException:  # Ctrl-C too: nobody will read those that are queued
+            self._loop.leave(records)
+            raise
+        return records
 
     def _add(
         self, prompt: Any, params: SamplingParams, priority: int, tokenize: Any, score_from: int = 1
@@ -388,9 +412,10 @@ class LLM:
             record.prompt, record.prompt_token_ids = tokenize(prompt)
             if params.truncate_prompt_tokens is not None:
                 keep = params.truncate_prompt_tokens
-                record.prompt_token_ids = record.prompt_token_ids[
-                    -(self.max_model_len if keep < 0 else keep) :
-                ]
+                if keep < 0:  # as many as leave room for the output
+                    output = 1 if params.max_tokens is None else params.max_tokens
+                    keep = max(1, self.max_model_len - output)
+                record.prompt_token_ids = record.prompt_token_ids[-keep:]
             request = Request(
                 request_id=record.request_id,
                 prompt_token_ids=tuple(record.prompt_token_ids),
@@ -409,21 +434,19 @@ class LLM:
 
     def _finish(self, records: list[Record], use_tqdm: bool, single: bool) -> list[RequestOutput]:
         _raise_single(records, single)
-        with self._bar(len(records), "generate", use_tqdm) as bar:
-            bar.update(sum(record.error is not None for record in records))
-            for _ in self._loop.advance(records, bar.update):
-                pass
+        try:
+            self._run(records, "generate", use_tqdm)
+        finally:
+            self._loop.leave(records)
         return [record.output() for record in records]
 
-    @staticmethod
-    def _bar(total: int, name: str, use_tqdm: bool) -> tqdm:
+    def _run(self, records: list[Record], name: str, use_tqdm: bool) -> None:
+        """Steps until all are finished, with a progress bar."""
         # disable=None: no bar unless the output is a terminal
-        return tqdm(total=total, desc=name, unit="req", disable=None if use_tqdm else True)
-
-    def _outputs(self, records: list[Record]) -> Iterator[RequestOutput]:
-        yield from (record.output() for record in records if record.error is not None)
-        for record in self._loop.advance(records):
-            yield record.output()
+        disable = None if use_tqdm else True
+        with tqdm(total=len(records), desc=name, unit="req", disable=disable) as bar:
+            bar.update(sum(record.error is not None for record in records))
+            self._loop.run(records, bar.update)
 
     def _bad_word_ids(self, word: str) -> list[list[int]]:
         """A bad word at the start of a text and after a space: its token ids in both places."""
@@ -435,6 +458,7 @@ class LLM:
 
     def warmup(self, *, use_tqdm: bool = True) -> None:
         """Compiles all programs of the buckets; after it nothing compiles."""
+        self._loop.check_open()
         programs = self.engine.config.buckets.programs()
         with tqdm(total=len(programs), desc="compile", disable=None if use_tqdm else True) as bar:
             self.engine.warmup(progress=lambda program: bar.update())
@@ -446,12 +470,19 @@ class LLM:
     def update_weights(self, weights: Any) -> None:
         """Goes on with other weights of the same shapes and dtypes; see `Engine.update_weights`."""
         with self._loop.lock:
+            self._loop.check_open()
             self.engine.update_weights(weights)
-            self._owns_weights = False
+            pairs = zip(jax.tree.leaves(weights), jax.tree.leaves(self.engine.weights), strict=True)
+            self._owned_weights = [ours for given, ours in pairs if not isinstance(given, jax.Array)]
 
     def close(self) -> None:
-        """Frees device memory; the LLM cannot be used after it."""
-        self.engine.close(weights=self._owns_weights)
+        """Frees device memory. What is unfinished ends with an error; the LLM cannot be used after it."""
+        with self._loop.lock:
+            if self._loop.close():
+                self.engine.close(weights=False)
+                for leaf in self._owned_weights:
+                    if not leaf.is_deleted():
+                        leaf.delete()
 
     def __enter__(self) -> "LLM":
         return self

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,9 @@ from checkpoints import fetch
 from jaxinfer import defaults, models
 from jaxinfer.prompts import default_sampling_params
 from jaxinfer.request import SamplingParams
+from jaxinfer.sampling import LogprobsMode
 from jaxinfer.tokenizer import Tokenizer, load_tokenizer
+from pallas_kernels.ragged_paged_attention import IMPLEMENTATIONS
 
 # Options of vLLM that have another name here, or that cannot act.
 RENAMED_OPTIONS = {
@@ -42,6 +44,23 @@ def refuse_unknown(options: Mapping[str, Any]) -> None:
             continue
         reason = RENAMED_OPTIONS.get(name, "there is no such option")
         raise TypeError(f"LLM({name}={value!r}): {reason}")
+
+
+def check_names(logprobs_mode: str, implementation: str, matmul_precision: str | None) -> None:
+    """Raises ValueError for a value of these options of `LLM` that does not exist."""
+    if logprobs_mode not in get_args(LogprobsMode):
+        raise ValueError(
+            f"logprobs_mode={logprobs_mode!r} must be one of {', '.join(get_args(LogprobsMode))}"
+        )
+    implementations = ("auto", *IMPLEMENTATIONS)
+    if implementation not in implementations:
+        raise ValueError(f"implementation={implementation!r} must be one of {', '.join(implementations)}")
+    try:
+        jax.default_matmul_precision(matmul_precision)
+    except ValueError:
+        raise ValueError(
+            f"matmul_precision={matmul_precision!r} is not known to JAX; give default, high, highest or None"
+        ) from None
 
 
 @dataclass(frozen=True)
@@ -72,10 +91,11 @@ def find_model(
     Raises:
       FetchError, CheckpointError, ValueError: as `LLM`.
     """
+    dtype = defaults.dtype(dtype, device)
     path = fetch.resolve(model, revision, token)
     checkpoint = checkpoints.open_checkpoint(path)
     module = models.for_config(checkpoint.config)
-    config = module.Config.from_hf(checkpoint.config, dtype=defaults.dtype(dtype, device))
+    config = module.Config.from_hf(checkpoint.config, dtype=dtype)
     tokenizer = tokenizer or load_tokenizer(path)
     file = checkpoint.generation_config if generation_config == "auto" else None
     return FoundModel(

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import json
 import logging
+import threading
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ from tiny_models import write_hf
 
 from jaxinfer.llm import LLM
 from jaxinfer.prompts import default_sampling_params
+from jaxinfer.records import Record
 from jaxinfer.request import SamplingParams
 from jaxinfer.step import Buckets
 
@@ -63,6 +65,12 @@ def llm(planted):
 
 def greedy_params(max_tokens=16, **fields):
     return SamplingParams(temperature=0, max_tokens=max_tokens, **fields)
+
+
+def assert_idle(llm):
+    """Nothing is queued, running or in flight."""
+    assert not llm._loop.records and not llm.engine.has_unfinished
+    assert llm.engine.scheduler.allocator.num_used == 0
 
 
 def exact_pair(table, before, after):
@@ -222,8 +230,6 @@ def test_wrong_weights_and_wrong_moments_are_refused(llm):
     with pytest.raises(RuntimeError, match="unfinished"):
         llm.update_weights(old)
     stream.close()
-    while llm.engine.has_unfinished:
-        llm.engine.step()
     assert llm.engine.weights is old and jax.tree.leaves(old)
 
 
@@ -270,10 +276,7 @@ def test_leaving_an_async_stream_aborts_it(llm):
             await task
 
     asyncio.run(main())
-    assert not llm._loop.records
-    while llm.engine.has_unfinished:
-        llm.engine.step()
-    assert llm.engine.scheduler.allocator.num_used == 0
+    assert_idle(llm)
 
 
 def test_an_aborted_request_ends_its_stream(llm):
@@ -293,3 +296,198 @@ def test_stats_know_the_most_pages_that_were_used(llm):
     assert stats.pages_used == 0
     assert 13 <= stats.peak_pages_used <= stats.pages_total == 95
     assert stats.num_programs == len(llm.engine.programs) and stats.compile_seconds > 0
+
+
+@pytest.fixture(scope="module")
+def one_step(planted):
+    """The same model, one token at a time."""
+    return LLM(planted.folder, **OPTIONS | dict(buckets=Buckets(((32, 4),), (4,), 1, 4), decode_steps=1))
+
+
+@pytest.mark.parametrize("stop", ["B", "C", "E", "F", "G", "H", "DEF", "GH"])
+@pytest.mark.parametrize("include", [False, True])
+def test_a_stop_string_before_the_end_id_of_the_same_step_counts(llm, one_step, stop, include):
+    """ "ABCDEFGH<end>" in steps of 4 tokens: the end id comes together with "FGH"."""
+    params = greedy_params(stop=[stop], include_stop_str_in_output=include, logprobs=1)
+    many, one = (each.generate("A", params)[0].outputs[0] for each in (llm, one_step))
+    assert many.stop_reason == one.stop_reason == stop
+    assert (many.text, many.token_ids, len(many.logprobs)) == (one.text, one.token_ids, len(one.logprobs))
+    assert many.text == "BCDEFGH"[: "BCDEFGH".index(stop) + include * len(stop)]
+    assert many.cumulative_logprob == pytest.approx(one.cumulative_logprob, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("params", "error", "message"),
+    [
+        ([greedy_params(), None], TypeError, "prompt 1 is None"),
+        ([], ValueError, "sampling_params has 0 entries for 2 prompts"),
+    ],
+)
+def test_wrong_sampling_params_leave_nothing_queued(llm, params, error, message):
+    with pytest.raises(error, match=message):
+        llm.generate(["A", "A"], params)
+    assert_idle(llm)
+
+
+def test_ctrl_c_while_prompts_are_queued_leaves_nothing_queued(llm, monkeypatch):
+    add, calls = llm.engine.add, []
+
+    def interrupted(request):
+        calls.append(request)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return add(request)
+
+    monkeypatch.setattr(llm.engine, "add", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["A", "A"], greedy_params())
+    assert_idle(llm)
+
+
+def test_a_dropped_stream_leaves_nothing_queued(llm):
+    endless = greedy_params(200, ignore_eos=True)
+    llm.stream([[9], [8]], endless)  # never read
+    assert_idle(llm)
+    stream = llm.stream([[VOCAB], [9], [8]], endless)
+    assert next(stream).error is not None  # broken off while refused prompts are told
+    del stream
+    assert_idle(llm)
+    for _ in llm.stream([[9], [8]], endless):
+        break
+    assert_idle(llm)
+
+
+def test_a_task_cancelled_while_it_waits_to_submit_leaves_nothing_queued(llm):
+    async def main():
+        async def read():
+            async for _ in llm.astream([9], greedy_params(200, ignore_eos=True)):
+                pass
+
+        held, release = threading.Event(), threading.Event()
+
+        def hold():
+            with llm._loop.lock:
+                held.set()
+                release.wait(10)
+
+        holder = threading.Thread(target=hold)
+        holder.start()
+        held.wait(10)
+        task = asyncio.create_task(read())
+        await asyncio.sleep(0.05)
+        task.cancel()
+        await asyncio.sleep(0.05)
+        release.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        holder.join()
+
+    asyncio.run(main())
+    assert_idle(llm)
+
+
+def test_a_generate_inside_a_stream_loop_finishes_no_request_twice(llm):
+    finished = []
+    for output in llm.stream([[9], [8], [7]], greedy_params(9, ignore_eos=True)):
+        llm.generate([5], greedy_params(30, ignore_eos=True))
+        finished += [output.request_id] * output.finished
+    assert len(finished) == len(set(finished)) == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        (dict(logprobs_mode="raw_logits"), ValueError, "logprobs_mode='raw_logits' must be one of raw"),
+        (dict(implementation="cuda"), ValueError, "implementation='cuda' must be one of auto"),
+        (dict(matmul_precision="best"), ValueError, "matmul_precision='best' is not known"),
+        (dict(max_model_len=0), ValueError, "max_model_len=0 must be at least 1"),
+        (dict(max_num_seqs=0), ValueError, "max_num_seqs=0 must be at least 1"),
+        (dict(decode_steps=0), ValueError, "decode_steps=0 must be at least 1"),
+        (dict(max_num_seqs=64), ValueError, "max_num_batched_tokens=32 must be at least max_num_seqs=64"),
+        (dict(dtype="int3"), ValueError, "dtype='int3' must be"),
+        (dict(config=object()), TypeError, "config, weights and model_module replace model"),
+        (dict(model_module=json), TypeError, "config, weights and model_module replace model"),
+        (dict(model=None, config=1, weights=1, dtype="bfloat16"), TypeError, "dtype='bfloat16' is for model"),
+    ],
+)
+def test_options_are_refused_before_anything_is_loaded(options, error, message):
+    with pytest.raises(error, match=message):
+        LLM(**{"model": "/no/such/model"} | OPTIONS | options)
+
+
+def test_a_failing_step_reaches_every_reader(llm, monkeypatch):
+    """In the middle of what a step brought, too: other threads get outputs with `error`, and none waits."""
+    endless = greedy_params(200, ignore_eos=True)
+    for broken, name in [(llm.engine, "step"), (Record, "take")]:
+        stream = llm.stream([[9], [8]], endless)
+        next(stream)
+
+        def fail(*_):
+            raise OSError("planted")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(broken, name, fail)
+            with pytest.raises(OSError, match="planted"):
+                llm.generate([7], endless)
+        last = {output.request_id: output for output in stream}
+        assert len(last) == 2 and all(
+            o.finished and o.error == "a step failed: OSError: planted" for o in last.values()
+        )
+        del stream
+        assert llm.generate("A", greedy_params())[0].outputs[0].text == "BCDEFGH"
+    assert_idle(llm)
+
+
+def test_a_closed_llm_says_so_and_has_freed_what_it_owned(planted):
+    other = LLM(planted.folder, **OPTIONS)
+    loaded = other.engine.weights
+    other.update_weights(jax.tree.map(np.asarray, loaded))
+    ours = jax.tree.leaves(other.engine.weights)
+    stream = other.stream([9], greedy_params(200, ignore_eos=True))
+    other.close()
+    other.close()
+    assert all(leaf.is_deleted() for leaf in ours)
+    (last,) = stream
+    assert "closed" in last.error
+    for use in (
+        lambda: other.generate("A"),
+        lambda: other.stream("A"),
+        lambda: other.loglikelihood("A", ["B"]),
+        lambda: other.update_weights(loaded),
+        other.warmup,
+    ):
+        with pytest.raises(RuntimeError, match="this LLM is closed"):
+            use()
+
+
+def test_weights_of_the_user_outlive_the_llm(planted):
+    with LLM(planted.folder, **OPTIONS) as other:
+        given = jax.tree.map(jnp.copy, other.engine.weights)
+        other.update_weights(given)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(given))
+
+
+@pytest.mark.parametrize(("max_tokens", "kept"), [(16, 240), (None, 255), (0, 256)])
+def test_truncation_leaves_room_for_the_output(llm, max_tokens, kept):
+    prompt = [3 + i % 200 for i in range(400)]
+    params = SamplingParams(
+        temperature=0,
+        max_tokens=max_tokens,
+        truncate_prompt_tokens=-1,
+        ignore_eos=True,
+        prompt_logprobs=0 if max_tokens == 0 else None,
+    )
+    (output,) = llm.generate(prompt, params)
+    assert output.prompt_token_ids == prompt[-kept:]
+    assert len(output.outputs[0].token_ids) == 256 - kept
+
+
+def test_an_aborted_request_shows_the_text_that_was_held_back(one_step):
+    """ "BC" could be the beginning of the stop string until the abort."""
+    stream = one_step.stream("A", greedy_params(stop=["BCDEFGHX"]))
+    first = next(stream)
+    assert first.outputs[0].text == ""
+    one_step.abort(first.request_id)
+    (last,) = stream
+    assert last.outputs[0].finish_reason == "abort"
+    assert last.outputs[0].text == "BCDEFGH"[: len(last.outputs[0].token_ids)] != ""
