@@ -428,6 +428,65 @@ def test_full_variant_matches_numpy_with_random_penalties_in_one_batch():
         np.testing.assert_allclose(result, log_softmax(x), atol=2 * LOGPROB_TOLERANCE)
 
 
+# One setting per field that changes a distribution; bad_words and min_tokens go with the row.
+FIELDS = {
+    "temperature": dict(temperature=0.6),
+    "top_k": dict(top_k=12),
+    "top_p": dict(top_p=0.8),
+    "min_p": dict(min_p=0.08),
+    "presence": dict(presence_penalty=1.5),
+    "frequency": dict(frequency_penalty=-0.75),
+    "repetition": dict(repetition_penalty=1.3),
+    "bias": dict(logit_bias={3: 4.0, 17: -100.0, 40: 2.5}),
+    "allowed": dict(allowed_token_ids=(*range(0, 90, 2), 17, 41)),
+    "min_tokens": dict(min_tokens=9, end_ids=(8, 41)),
+    "bad_words": dict(bad_words=((11,), (5, 40), (40, 6))),
+}
+KNOWN, PROMPT_LEN = [7, 40, 9, 40, 3, 8, 40, 2, 5], 5  # four outputs: 8, 40, 2, 5
+
+
+def edited(logits, setting):
+    """f64[V] logits before the temperature, field by field as documented."""
+    x = logits.astype(np.float64)
+    for token, bias in setting.get("logit_bias", {}).items():
+        x[token] += bias
+    if "allowed_token_ids" in setting:
+        x[np.setdiff1d(np.arange(len(x)), setting["allowed_token_ids"])] = -np.inf
+    output = KNOWN[PROMPT_LEN:]
+    if len(output) < setting.get("min_tokens", 0):
+        x[list(setting["end_ids"])] = -np.inf
+    for word in setting.get("bad_words", ()):
+        if output[len(output) - len(word) + 1 :] == list(word[:-1]):
+            x[word[-1]] = -np.inf
+    r = setting.get("repetition_penalty", 1.0)
+    for token in set(KNOWN):
+        x[token] = x[token] / r if x[token] > 0 else x[token] * r
+    for token in set(output):
+        x[token] -= setting.get("presence_penalty", 0.0)
+        x[token] -= setting.get("frequency_penalty", 0.0) * output.count(token)
+    return x
+
+
+def test_every_field_and_every_pair_of_fields_gives_the_distribution_that_numpy_computes():
+    names = [(name,) for name in FIELDS] + list(combinations(FIELDS, 2))
+    settings = [{k: v for name in pair for k, v in FIELDS[name].items()} for pair in names]
+    logits = table(len(settings), 90, scale=2.0, seed=11)
+    rows = [row(prompt_len=PROMPT_LEN, **setting) for setting in settings]
+    out = run(
+        logits, rows, tokens=[KNOWN] * len(rows), logprobs_mode="processed", labels=True, variant="full"
+    )
+    for pair, setting, x, got, token in zip(
+        names, settings, logits, out.label_logprobs, out.tokens, strict=True
+    ):
+        filters = {k: setting[k] for k in ("temperature", "top_k", "top_p", "min_p") if k in setting}
+        want = oracle(edited(x, setting), **filters)
+        np.testing.assert_array_equal(np.isfinite(got), want > 0, err_msg=str(pair))
+        np.testing.assert_allclose(
+            got[want > 0], np.log(want[want > 0]), atol=2 * LOGPROB_TOLERANCE, err_msg=str(pair)
+        )
+        assert want[token] > 0, f"{pair}: a token outside the support was drawn"
+
+
 def test_raw_logprobs_describe_the_model_and_processed_ones_the_draw():
     p = np.array([0.5, 0.3, 0.2])
     logits = np.tile(np.log(p).astype(np.float32), (16, 1))
