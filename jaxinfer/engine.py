@@ -82,13 +82,12 @@ class Engine:
         bad_word_ids: Callable[[str], list[list[int]]] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        config.buckets.check(config.scheduler)
         self.model_config, self.spec, self.config = model_config, spec, config
         self.weights, self.clock = weights, clock
         self._bad_word_ids = bad_word_ids
         self._pages_per_row = kv.pages_needed(config.scheduler.max_model_len, spec.page_size)
         self._init_cache = jax.jit(partial(kv.init, spec))
-        self._copy_pages = jax.jit(kv.copy_pages, donate_argnums=0)
-        self._set_row = jax.jit(sampling.set_row, donate_argnums=0)
         self._allocate()
         self.programs = Programs(
             model,
@@ -130,7 +129,8 @@ class Engine:
         """Queues a request.
 
         Raises:
-          ValueError: it can never run here (too long, token ids outside the vocabulary); the message says why.
+          ValueError: it can never run here (too long, token ids outside the vocabulary, programs that
+            `strict_compile` forbids to compile); the message says why.
         """
         params, vocab = request.params, self.model_config.vocab_size
         self._check_ids("prompt_token_ids", request.prompt_token_ids, vocab)
@@ -145,15 +145,16 @@ class Engine:
         ends = (frozenset() if params.ignore_eos else request.end_token_ids) | set(
             params.stop_token_ids or ()
         )
+        row = SamplingRow(params, request.seed, 0, len(request.prompt_token_ids), tuple(sorted(ends)), words)
+        if self.config.strict_compile and self.programs.warm:
+            self._check_declared(row)
         sequences = self.scheduler.add(request)
         self._processor_args.learn(params.extra_args or {})
         for seq in sequences:
             if seq.scores_prompt:
                 seq.prompt_logprobs = [None] * min(request.score_from, seq.num_prompt_tokens)
             seq.metrics = RequestMetrics(arrival_time=request.arrival_time)
-            self._unfinished[seq] = SamplingRow(
-                params, request.seed, seq.index, seq.num_prompt_tokens, tuple(sorted(ends)), words
-            )
+            self._unfinished[seq] = row._replace(sample_index=seq.index)
         return sequences
 
     @staticmethod
@@ -172,6 +173,29 @@ class Engine:
                 raise ValueError(
                     f"{name}=-1 asks for {tokens} tokens x {vocab} entries; at most {MAX_LOGPROB_ENTRIES} are "
                     "allowed: use logprob_token_ids, fewer tokens, or at most 20 entries per token"
+                )
+
+    def _check_declared(self, row: SamplingRow) -> None:
+        """Refuses, before it disturbs others, a request whose programs are none of those of the warm-up."""
+        params, buckets, vocab = row.params, self.config.buckets, self.model_config.vocab_size
+        variant = sampling.variant_of([row])
+        needs = {
+            f"sampling variant {variant!r} (compiled: {list(buckets.variants)})": variant
+            not in buckets.variants,
+            "logprobs": params.wants_logprobs,
+            f"prompt_logprobs={params.prompt_logprobs} (compiled: {list(buckets.prompt_logprobs)})": (
+                params.prompt_logprobs is not None
+                and logprobs.width([params.prompt_logprobs], vocab) not in buckets.prompt_logprobs
+            ),
+            "extra_args that are not in logits_processor_args": not self._processor_args.knows(
+                params.extra_args or {}
+            ),
+        }
+        for need, missing in needs.items():
+            if missing:
+                raise ValueError(
+                    f"the request needs programs for {need}, which warm-up did not compile, and "
+                    "strict_compile=True forbids to compile them now"
                 )
 
     def _ban(self, word: str) -> list[list[int]]:
@@ -313,7 +337,8 @@ class Engine:
             pairs = np.zeros((2, PAGE_COPIES), np.int32)
             part = scheduled.page_copies[begin : begin + PAGE_COPIES]
             pairs[:, : len(part)] = np.array(part).T
-            self._cache = self._copy_pages(self._cache, pairs[0], pairs[1])
+            arguments = (self._cache, pairs[0], pairs[1])
+            self._cache = self.programs.helper(kv.copy_pages, arguments)(*arguments)
         for seq in scheduled.admitted:
             assert seq.metrics is not None
             if seq.metrics.first_scheduled_time is None:
@@ -321,9 +346,8 @@ class Engine:
             if seq.params.needs_history or self.config.logits_processors:
                 padded = np.zeros(self.config.scheduler.max_model_len, np.int32)
                 padded[: len(seq.token_ids)] = seq.token_ids
-                self._rows = self._set_row(
-                    self._rows, np.int32(seq.row), padded, np.int32(len(seq.token_ids))
-                )
+                row = (self._rows, np.int32(seq.row), padded, np.int32(len(seq.token_ids)))
+                self._rows = self.programs.helper(sampling.set_row, row)(*row)
 
     def _program(self, scheduled: ScheduledStep) -> tuple[Program, SamplingBatch | None]:
         """The program that runs a step, and its sampling parameters (None for greedy rows)."""
@@ -433,15 +457,19 @@ class Engine:
     # Programs
 
     def warmup(self, progress: Callable[[Program], None] = lambda program: None) -> None:
-        """Compiles every program of the buckets, for greedy and sampled rows; after it nothing compiles.
+        """Compiles every program of the buckets, and the helpers beside them; after it nothing compiles.
 
-        What rows with penalties, bans or logprobs need is compiled when first asked for, and counted.
+        What rows with penalties, bans, logprobs or labels need is compiled when first asked for, and counted;
+        with `strict_compile` such requests are refused after the warm-up.
         """
         for program in self.config.buckets.programs():
             if program.kind != "score":
                 program = replace(program, processor_args=self._processor_args.signature)
             self.programs.get(program, self._warmup_arguments(program))
             progress(program)
+        pages, tokens = (np.zeros(n, np.int32) for n in (PAGE_COPIES, self.config.scheduler.max_model_len))
+        self.programs.helper(kv.copy_pages, (self._cache, pages, pages))
+        self.programs.helper(sampling.set_row, (self._rows, np.int32(0), tokens, np.int32(0)))
         self.programs.warm = True
 
     def _warmup_arguments(self, program: Program) -> tuple:

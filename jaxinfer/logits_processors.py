@@ -31,6 +31,10 @@ class ProcessorArgs:
     def signature(self) -> Signature:
         return tuple((key, str(value.dtype), value.shape) for key, value in sorted(self._defaults.items()))
 
+    def knows(self, extra_args: Mapping[str, Any]) -> bool:
+        """Whether all keys are declared or learnt: no program changes for them."""
+        return extra_args.keys() <= self._defaults.keys()
+
     def check(self, extra_args: Mapping[str, Any]) -> None:
         """Raises ValueError for a value that is no number, or not of the type and length of its key."""
         self._checked(extra_args)

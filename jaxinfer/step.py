@@ -26,10 +26,12 @@ from jaxinfer.batch import StepBatch, last_token_indices, next_decode
 from jaxinfer.kv_cache import KVCache
 from jaxinfer.logits_processors import Signature
 from jaxinfer.sampling import LogitsProcessor, LogprobsMode, RowState, SampleOutput, SamplingBatch, Variant
+from jaxinfer.scheduler import SchedulerConfig
 
 logger = logging.getLogger(__name__)
 
 SCORE_POSITIONS = 64  # prompt positions that one score program unembeds
+MAX_SHAPES = 8  # of the default buckets
 NUM_END_IDS = 8  # end ids per row that a multi-step decode can watch for
 
 
@@ -77,7 +79,7 @@ class Buckets:
     decode: tuple[int, ...]  # B, ascending
     decode_steps: int  # k
     max_multi_step_rows: int
-    variants: tuple[Variant, ...] = ("greedy",)  # compiled at warm-up
+    variants: tuple[Variant, ...] = ("greedy", "sample")  # compiled at warm-up
     prompt_logprobs: tuple[
         int, ...
     ] = ()  # their score programs, likewise: 0, or MAX_LOGPROBS for all up to it
@@ -86,27 +88,58 @@ class Buckets:
     def default(
         max_num_seqs: int, max_num_batched_tokens: int, decode_steps: int, platform: str
     ) -> "Buckets":
-        """A lattice of at most 16 greedy programs.
+        """A lattice of at most 8 shapes, each for greedy and for sampled rows: at most 16 programs.
 
-        On CPU a step's time grows with its rows, so row counts are close and only few rows take k steps at
-        once (the host costs little beside a step of many rows). Elsewhere rows are nearly free.
+        With R = max_num_seqs and T = max_num_batched_tokens:
+          CPU: decode 1, 8, 3R/8, 5R/8 and R rows, k steps at once for 1 row alone. A step's time grows with its
+            rows, so row counts are close; the host costs little beside a step of many rows.
+          elsewhere: decode 8, 64 (256 if R is over 256) and R rows, each with k steps at once: rows are nearly
+            free.
+          prefill T, T/4, T/16 ... tokens (at least 32) of up to R rows, as many as there is room for.
+        So R = 64, T = 512, k = 8 has decode[1,1] [8,1] [24,1] [40,1] [64,1] [1,8] and prefill[128,64] [512,64]
+        on CPU; elsewhere decode[8,1] [64,1] [8,8] [64,8] and prefill[32,32] [128,64] [512,64].
         """
+        most = max_num_seqs
         if platform == "cpu":
-            rows = [b for b in (1, 4, 8, 16, 24, 32, 48) if b < max_num_seqs]
-            multi = min(8, max_num_seqs)
+            rows, multi = [1, 8, 3 * most // 8, 5 * most // 8], 1
         else:
-            rows = [b for b in (8, 64, 256, 1024) if b < max_num_seqs]
-            multi = max_num_seqs
-        tokens = max_num_batched_tokens
-        wide = [(t, max_num_seqs) for t in (max_num_seqs, 256) if 1 < max_num_seqs <= t < tokens]
-        alone = [(t, 1) for t in (128,) if t < tokens]
-        prefill = [*alone, (tokens, 1), *dict.fromkeys(wide), (tokens, max_num_seqs)]
+            rows, multi = [8, 64 if most <= 256 else 256], most
+        decode = sorted({b for b in rows if 0 < b < most} | {most})
+        num_decode = len(decode) + (decode_steps > 1) * sum(b <= multi for b in decode)
+        widths = [max_num_batched_tokens // 4**i for i in range(MAX_SHAPES - num_decode)]
         return Buckets(
-            prefill=tuple(sorted(dict.fromkeys(prefill), key=lambda shape: (shape[0], shape[1]))),
-            decode=(*rows, max_num_seqs),
+            prefill=tuple((t, min(t, most)) for t in reversed(widths) if t >= 32 or t == widths[0]),
+            decode=tuple(decode),
             decode_steps=decode_steps,
             max_multi_step_rows=multi,
         )
+
+    def check(self, scheduler: SchedulerConfig) -> None:
+        """Raises ValueError, with the numbers, if a step of such a scheduler would find no bucket."""
+        rows, tokens = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
+        if self.decode_steps != scheduler.decode_steps:
+            raise ValueError(
+                f"buckets have decode_steps={self.decode_steps}, the scheduler {scheduler.decode_steps}: "
+                "they must be equal"
+            )
+        if not any(t >= tokens and b >= rows for t, b in self.prefill):
+            raise ValueError(
+                f"no prefill bucket of {self.prefill} holds max_num_batched_tokens={tokens} and "
+                f"max_num_seqs={rows}: add ({tokens}, {rows})"
+            )
+        if max(self.decode, default=0) < rows:
+            raise ValueError(f"no decode bucket of {self.decode} holds max_num_seqs={rows}: add {rows}")
+        multi = min(rows, scheduler.max_multi_step_rows or rows)
+        if self.decode_steps > 1 and not any(multi <= b <= self.max_multi_step_rows for b in self.decode):
+            raise ValueError(
+                f"{multi} rows may take decode_steps={self.decode_steps} steps at once, and no decode bucket of "
+                f"{self.decode} up to max_multi_step_rows={self.max_multi_step_rows} holds them"
+            )
+        unknown = set(self.variants) - {"greedy", "sample"}
+        if unknown:
+            raise ValueError(
+                f"buckets have variants {sorted(unknown)}; warm-up compiles 'greedy' and 'sample'"
+            )
 
     def programs(self) -> list[Program]:
         """All programs that warm-up compiles, the ones needed first at the front."""
@@ -262,7 +295,10 @@ def run_steps(
 
 
 class Programs:
-    """Compiles programs ahead of time, keeps them, counts them, and says when one was missing."""
+    """Compiles programs ahead of time, keeps them, counts them, and says when one was missing.
+
+    Helpers (small functions that run between steps) are kept too; `len` counts the programs of steps alone.
+    """
 
     def __init__(
         self,
@@ -278,6 +314,7 @@ class Programs:
         self._logprobs_mode, self._logits_processors = logprobs_mode, logits_processors
         self._precision, self._strict = matmul_precision, strict
         self._compiled: dict[Program, Callable[..., Any]] = {}
+        self._helpers: dict[Callable, Callable[..., Any]] = {}
         self._lock = threading.Lock()
         self.warm = False  # set once all programs of the buckets are compiled
         self.compile_seconds = 0.0
@@ -300,13 +337,29 @@ class Programs:
             if program not in self._compiled:
                 if self.warm:
                     self._late(program)
-                start = time.perf_counter()
-                with jax.default_matmul_precision(self._precision or "default"):
-                    self._compiled[program] = self._jit(program).lower(*arguments).compile()
-                seconds = time.perf_counter() - start
-                self.compile_seconds += seconds
-                logger.info("compiled %s in %.2f s", program, seconds)
+                self._compiled[program] = self._compile(str(program), self._jit(program), arguments)
             return self._compiled[program]
+
+    def helper(self, function: Callable, arguments: tuple) -> Callable[..., Any]:
+        """The executable of a function that takes arrays of one shape each; it owns its first argument."""
+        with self._lock:
+            if function not in self._helpers:
+                jitted = jax.jit(function, donate_argnums=0)
+                self._helpers[function] = self._compile(function.__name__, jitted, arguments)
+            return self._helpers[function]
+
+    @property
+    def num_helpers(self) -> int:
+        return len(self._helpers)
+
+    def _compile(self, name: str, jitted: Any, arguments: tuple) -> Callable[..., Any]:
+        start = time.perf_counter()
+        with jax.default_matmul_precision(self._precision or "default"):
+            compiled = jitted.lower(*arguments).compile()
+        seconds = time.perf_counter() - start
+        self.compile_seconds += seconds
+        logger.info("compiled %s in %.2f s", name, seconds)
+        return compiled
 
     def _jit(self, program: Program) -> Any:
         if program.kind == "score":

@@ -78,7 +78,7 @@ def make_engine(
             scheduler=SchedulerConfig(
                 rows, budget, MODEL_LEN, max_num_partial_prefills=partial, decode_steps=steps
             ),
-            buckets=buckets,
+            buckets=replace(buckets, decode_steps=steps),
             matmul_precision="highest",
             strict_compile=strict,
             enable_prefix_caching=prefix_caching,

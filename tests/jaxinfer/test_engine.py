@@ -1,6 +1,7 @@
 """The engine against transformers' greedy continuations, whatever runs beside a request, and its housekeeping."""
 
 import logging
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
@@ -8,8 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from engines import (
+    BUCKETS,
     GOLDEN,
     PLANTED_VOCAB,
+    ROWS,
+    TOKENS,
     assert_greedy,
     drain,
     generate,
@@ -23,8 +27,8 @@ from planted import greedy, next_logprobs
 from jaxinfer.batch import pack
 from jaxinfer.request import SamplingParams
 from jaxinfer.sampling import init_row_state
-from jaxinfer.scheduler import RequestTooLong
-from jaxinfer.step import Program, step
+from jaxinfer.scheduler import RequestTooLong, SchedulerConfig
+from jaxinfer.step import Buckets, Program, step
 
 NAME = "llama_gqa"
 golden = np.load(GOLDEN / f"{NAME}.npz")
@@ -109,19 +113,83 @@ def test_a_page_that_held_nan_serves_the_next_request():
 
 
 def test_nothing_compiles_after_warmup():
-    engine = make_engine("planted", strict=True, partial=2)
+    """Neither programs nor what runs between steps (page copies of n=2), as jax itself counts compilations."""
+    few = replace(BUCKETS, prefill=((TOKENS, ROWS),), decode=(ROWS,))
+    engine = make_engine("planted", strict=True, partial=2, buckets=few)
+    built: list[str] = []
+    jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: built.append(event))
     engine.warmup()
-    programs = len(engine.programs)
+    compiles = "/jax/core/compile/backend_compile_duration"
+    programs, helpers = len(engine.programs), engine.programs.num_helpers
+    assert (programs, helpers) == (2 * 3, 2) and built.count(compiles) >= 8
+    built.clear()
     rng, pending, steps = np.random.default_rng(0), 0, 0
     while steps < 200:
         if pending < 40 and rng.random() < 0.4:
             ids = rng.integers(1, PLANTED_VOCAB, rng.integers(1, 60)).tolist()
-            submit(engine, (ids, greedy_params(int(rng.integers(1, 30)))))
+            most = int(rng.integers(1, 30))
+            params = (
+                greedy_params(most),
+                SamplingParams(temperature=0.8, top_p=0.9, max_tokens=most),
+                SamplingParams(n=2, max_tokens=most),
+            )
+            submit(engine, (ids, params[pending % 3]))
             pending += 1
         engine.step()
         steps += 1
     drain(engine)
-    assert len(engine.programs) == programs == 6
+    assert (len(engine.programs), engine.programs.num_helpers) == (programs, helpers)
+    assert built.count(compiles) == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"logprobs": 0}, "programs for logprobs, which"),
+        ({"presence_penalty": 1.0}, r"variant 'full' \(compiled: \['greedy'\]\)"),
+        ({"temperature": 1.0}, r"variant 'sample' \(compiled: \['greedy'\]\)"),
+        ({"prompt_logprobs": 3}, r"prompt_logprobs=3 \(compiled: \[\]\)"),
+    ],
+)
+def test_strict_compile_refuses_a_request_without_programs_and_its_neighbours_go_on(fields, message):
+    engine = make_engine("planted", strict=True, buckets=replace(BUCKETS, variants=("greedy",)))
+    engine.programs.warm = True  # nothing is compiled here: the request is refused before
+    [[neighbour]] = submit(engine, ([8], greedy_params(12)))
+    with pytest.raises(ValueError, match=message):
+        submit(engine, ([8], SamplingParams(**{"temperature": 0.0, **fields})))
+    assert not neighbour.finished and list(engine._unfinished) == [neighbour]
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+@pytest.mark.parametrize("rows", [1, 2, 7, 16, 64, 256, 1024])
+@pytest.mark.parametrize("tokens", [1, 100, 512, 8192])
+@pytest.mark.parametrize("k", [1, 8])
+def test_default_buckets_hold_every_step_and_are_at_most_16_programs(platform, rows, tokens, k):
+    tokens = max(tokens, rows)
+    buckets = Buckets.default(rows, tokens, k, platform)
+    multi = buckets.max_multi_step_rows
+    buckets.check(SchedulerConfig(rows, tokens, 64, decode_steps=k, max_multi_step_rows=multi))
+    assert len(set(buckets.programs())) == len(buckets.programs()) <= 16
+    for b in range(1, rows + 1):
+        buckets.shape(b, b, 1)
+        buckets.shape(tokens, b, 1, scores_prompt=True)
+        if b <= multi:
+            buckets.shape(b, b, k)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"prefill": ((31, 4), (32, 3))}, r"max_num_batched_tokens=32 and max_num_seqs=4: add \(32, 4\)"),
+        ({"decode": (1, 3)}, r"no decode bucket of \(1, 3\) holds max_num_seqs=4"),
+        ({"max_multi_step_rows": 1}, r"4 rows may take decode_steps=4 .* max_multi_step_rows=1"),
+        ({"decode_steps": 3}, "decode_steps=3, the scheduler 4"),
+        ({"variants": ("full",)}, r"variants \['full'\]"),
+    ],
+)
+def test_buckets_that_miss_a_step_are_refused_with_the_numbers(fields, message):
+    with pytest.raises(ValueError, match=message):
+        replace(BUCKETS, **fields).check(SchedulerConfig(4, 32, 64, decode_steps=4))
 
 
 def test_a_compile_after_warmup_is_logged_with_its_shape(caplog):

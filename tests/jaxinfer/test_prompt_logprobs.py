@@ -158,7 +158,7 @@ def test_declared_score_programs_are_compiled_at_warmup():
     programs = len(engine.programs)
     generate(engine, ([3, 8] * 20, scored(2)))
     assert len(engine.programs) == programs
-    with pytest.raises(RuntimeError, match=r"score\[32,32\] logprobs=0"):
+    with pytest.raises(ValueError, match=r"prompt_logprobs=0 \(compiled: \[20\]\)"):
         generate(engine, ([3, 8] * 20, scored(2, 0)))
 
 
