@@ -173,10 +173,20 @@ def read_config(model: str | Path) -> dict[str, Any]:
 def _hub_config(name: str) -> Path:
     """config.json of a model of the Hugging Face hub, and nothing else of it."""
     import huggingface_hub
+    from huggingface_hub import constants
+    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HTTPError
 
+    cached_only = constants.HF_HUB_OFFLINE
     try:
-        return Path(huggingface_hub.hf_hub_download(name, "config.json"))
-    except (OSError, ValueError, huggingface_hub.errors.EntryNotFoundError) as error:
+        if not cached_only:
+            try:
+                huggingface_hub.HfApi().model_info(name)
+            except HfHubHTTPError:
+                raise
+            except HTTPError:  # unreachable: spares the half minute in which the download tries again
+                cached_only = True
+        return Path(huggingface_hub.hf_hub_download(name, "config.json", local_files_only=cached_only))
+    except (OSError, ValueError, EntryNotFoundError) as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
         raise fetch.FetchError(
             f"no config.json of {name!r} from the hub or its cache ({first}); check the name, run `hf auth "

@@ -7,6 +7,8 @@ import huggingface_hub
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from huggingface_hub import constants
+from huggingface_hub.errors import HTTPError
 from planner_shapes import llama_shape
 from tiny_models import CONFIGS, make_tiny, write_gguf, write_hf
 
@@ -173,19 +175,26 @@ def test_weights_beside_a_config_say_whether_the_head_is_tied(tmp_path, name):
 def test_of_a_hub_model_only_the_config_is_fetched(config_json, monkeypatch):
     asked = []
 
-    def download(name, file):
-        asked.append((name, file))
+    def download(name, file, local_files_only):
+        asked.append((name, file, local_files_only))
         return str(config_json / file)
 
+    def unreachable(api, name):
+        raise HTTPError("no route")
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda api, name: None)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
     monkeypatch.setattr(shape.fetch, "resolve", lambda model: pytest.fail("weights are fetched"))
     assert shape.load("org/tiny", "float32").embed_dim == CONFIGS["llama_gqa"]["hidden_size"]
-    assert asked == [("org/tiny", "config.json")]
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", unreachable)
+    shape.load("org/tiny", "float32")  # from the cache, at once
+    assert asked == [("org/tiny", "config.json", False), ("org/tiny", "config.json", True)]
 
 
 def test_a_hub_model_that_is_not_there_is_one_sentence(tmp_path, monkeypatch):
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(
         shape.fetch.FetchError, match=r"no config\.json of 'org/tiny'.*give the path"
     ) as caught:
