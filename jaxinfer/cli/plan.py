@@ -1,6 +1,7 @@
 """`jaxinfer plan`: what fits, how fast it can be, and why. No weights are read."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -8,8 +9,11 @@ import typer
 
 from jaxinfer.cli.command import command
 
+ACCEPTANCE = 0.7
+
 Model = Annotated[
-    str, typer.Argument(help="Folder, config.json, .gguf file or catalog name; weights are not read.")
+    str,
+    typer.Argument(help="Folder, config.json, .gguf file, catalog name or org/name; weights are not read."),
 ]
 HardwareName = Annotated[
     str,
@@ -45,7 +49,10 @@ def run(
     hardware: HardwareName = "auto",
     chips: Chips = 1,
     context: Annotated[int | None, typer.Option(help="Prompt and output tokens of each sequence.")] = None,
-    batch: Annotated[int, typer.Option(help="Sequences at the same time.")] = 1,
+    batch: Annotated[
+        int | None,
+        typer.Option(help="Sequences at the same time; 1 when left out, with --here what the engine takes."),
+    ] = None,
     dtype: Dtype = "auto",
     quantize: Quantize = None,
     kv_cache_dtype: KVDtype = "auto",
@@ -67,7 +74,9 @@ def run(
         bool, typer.Option("--compare-attention", help="MHA, GQA and MQA side by side.")
     ] = False,
     gqa_heads: Annotated[int | None, typer.Option(help="KV heads of GQA in that comparison.")] = None,
-    acceptance: Annotated[float, typer.Option(help="Share of draft tokens accepted, for that lever.")] = 0.7,
+    acceptance: Annotated[
+        float, typer.Option(help="Share of draft tokens accepted, for that lever.")
+    ] = ACCEPTANCE,
     compile_step: Annotated[
         bool,
         typer.Option(
@@ -80,6 +89,13 @@ def run(
             "--measure", help="Run the engine here: bound, measured and ratio of prefill and decode."
         ),
     ] = False,
+    here: Annotated[
+        bool,
+        typer.Option(
+            "--here",
+            help="Print only the plan that an engine started on this machine runs, or why it would refuse to.",
+        ),
+    ] = False,
     remeasure_cpu: Annotated[
         bool, typer.Option("--remeasure-cpu", help="Measure the CPU's peaks again.")
     ] = False,
@@ -90,11 +106,42 @@ def run(
     from jaxinfer.planner import hardware as facts
     from jaxinfer.planner import make_plan, report
 
+    if here:
+        others = {
+            "--hardware": hardware != "auto",
+            "--chips": chips != 1,
+            "--quantize": quantize is not None,
+            "--kv-cache-dtype": kv_cache_dtype != "auto",
+            "--output-tokens": output_tokens is not None,
+            "--mix": mix is not None,
+            "--observed": observed is not None,
+            "--compare-attention": compare_attention,
+            "--gqa-heads": gqa_heads is not None,
+            "--acceptance": acceptance != ACCEPTANCE,
+            "--compile": compile_step,
+            "--measure": measure,
+            "--remeasure-cpu": remeasure_cpu,
+            "--plot": plot is not None,
+        }
+        if any(others.values()):
+            given = ", ".join(name for name, is_given in others.items() if is_given)
+            raise typer.BadParameter(f"--here shows what the engine allocates; leave out {given}")
+        _print_engine_plan(
+            model,
+            as_json,
+            dtype=dtype,
+            max_model_len=context,
+            max_num_seqs=batch,
+            max_num_batched_tokens=max_num_batched_tokens,
+            page_size=page_size,
+            gpu_memory_utilization=utilization,
+        )
+        return
     options: dict[str, Any] = {
         "hardware": hardware,
         "chips": chips,
         "context": context,
-        "batch": batch,
+        "batch": 1 if batch is None else batch,
         "dtype": dtype,
         "quantize": quantize,
         "kv_cache_dtype": kv_cache_dtype,
@@ -127,6 +174,14 @@ def run(
         plots.plot_roofline(plan, plot)
         texts.append(f"wrote {plot}")
     print(json.dumps(plan.to_json() | extra) if as_json else "\n\n".join(texts))
+
+
+def _print_engine_plan(model: str, as_json: bool, **options: Any) -> None:
+    """Options that are None are left to the engine."""
+    from jaxinfer.planner import plan_engine
+
+    plan = plan_engine(model, **{name: value for name, value in options.items() if value is not None})
+    print(json.dumps(asdict(plan)) if as_json else "\n".join(plan.lines()))
 
 
 def _mix(text: str) -> list[tuple[int, int, float]]:

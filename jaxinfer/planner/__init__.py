@@ -3,11 +3,11 @@
 memory        bytes of weights, pages and the rest; largest batch, longest context
 roofline      FLOPs and bytes per operator group; lower bounds for times; levers
 simulate      queueing, with the engine's own scheduler and allocator on a simulated clock
-engine_plan   what the engine will allocate here, or why it cannot (`check`)
+engine_plan   what the engine will allocate here, or why it cannot (`check`, `plan_engine`)
 measure       bounds against this machine (imports the engine, so it is not imported here)
 """
 
-from jaxinfer.planner.engine_plan import EnginePlan, PlanError, check
+from jaxinfer.planner.engine_plan import EnginePlan, PlanError, check, plan_engine
 from jaxinfer.planner.plan import Plan, make_plan
 
-__all__ = ["EnginePlan", "Plan", "PlanError", "check", "make_plan"]
+__all__ = ["EnginePlan", "Plan", "PlanError", "check", "make_plan", "plan_engine"]

@@ -1,16 +1,17 @@
 """What an engine will allocate on the device at hand, decided and checked before anything is loaded."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import jax
 
-from jaxinfer import defaults
+from jaxinfer import defaults, models
 from jaxinfer.kv_cache import KVCacheSpec, pages_needed
 from jaxinfer.planner import temporaries
 from jaxinfer.planner.memory import row_state_bytes
-from jaxinfer.planner.shape import ModelShape
+from jaxinfer.planner.shape import ModelShape, read_config
 
 
 class PlanError(ValueError):
@@ -51,6 +52,47 @@ class EnginePlan:
             f"{self.num_tokens} tokens fit, {full} sequences of max_model_len={self.max_model_len}"
             + ("" if full else " (longer requests are refused one by one)"),
         ]
+
+
+def plan_engine(
+    model: str | Path,
+    *,
+    dtype: str = "auto",
+    max_model_len: int | None = None,
+    max_num_seqs: int = 64,
+    max_num_batched_tokens: int = 512,
+    page_size: int | str = "auto",
+    gpu_memory_utilization: float | None = None,
+) -> EnginePlan:
+    """The plan that `LLM(model, ...)` would run here; options and defaults are those of `LLM`. No weights are read.
+
+    Raises:
+      PlanError: it would be refused.
+    """
+    device = jax.devices()[0]
+    hf = read_config(model)
+    module = models.for_config(hf)
+    config = module.Config.from_hf(hf, dtype=defaults.dtype(dtype, device))
+    length = max_model_len or config.max_position_embeddings
+    spec = KVCacheSpec(
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        page_size=defaults.page_size(page_size, device, length),
+        num_pages=2,
+        dtype=config.dtype,
+        implementation=defaults.implementation("auto", device, config.dtype, config.head_dim).value,
+    )
+    return check(
+        module,
+        config,
+        device,
+        spec,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        gpu_memory_utilization=gpu_memory_utilization,
+    )
 
 
 def check(

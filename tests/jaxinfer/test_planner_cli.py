@@ -4,13 +4,16 @@ import dataclasses
 import importlib.util
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
 import typer
-from tiny_models import CONFIGS
+from tiny_models import CONFIGS, make_tiny, write_hf
 from typer.testing import CliRunner
 
+from jaxinfer import defaults
 from jaxinfer.cli import plan, simulate
+from jaxinfer.llm import LLM
 from jaxinfer.planner import hardware, temporaries
 
 LLAMA_7B = {
@@ -121,6 +124,49 @@ def test_wrong_settings_are_refused_in_one_sentence(run, tiny, words, code, sent
     result = run("plan", tiny, *hardware_given, *words)
     assert result.exit_code == code
     assert sentence in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "options"),
+    [
+        ([], {}),
+        (
+            [
+                "--context=64",
+                "--batch=2",
+                "--page-size=16",
+                "--max-num-batched-tokens=128",
+                "--utilization=0.5",
+            ],
+            {
+                "max_model_len": 64,
+                "max_num_seqs": 2,
+                "page_size": 16,
+                "max_num_batched_tokens": 128,
+                "gpu_memory_utilization": 0.5,
+            },
+        ),
+    ],
+)
+def test_here_prints_the_lines_that_the_engine_logs(run, tmp_path, monkeypatch, caplog, words, options):
+    monkeypatch.setattr(defaults, "available_memory", lambda: 2**30)
+    path = write_hf(tmp_path, *make_tiny("llama_gqa"))
+    with (
+        caplog.at_level("INFO", logger="jaxinfer"),
+        LLM(path, tokenizer=SimpleNamespace(eos_token_ids=frozenset()), **options),
+    ):
+        logged = [line for line in caplog.messages if line.startswith("plan: ")]
+    result = run("plan", path, "--here", *words)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines() == logged and len(logged) == 2
+
+
+def test_here_refuses_what_the_engine_refuses_and_what_it_has_not(run, tiny, monkeypatch):
+    monkeypatch.setattr(defaults, "available_memory", lambda: 2**20)
+    result = run("plan", tiny, "--here")
+    assert result.exit_code == 1 and "does not fit" in result.output
+    result = run("plan", tiny, "--here", "--hardware", "h100", "--chips", 2)
+    assert result.exit_code == 2 and "leave out --hardware, --chips" in " ".join(result.output.split())
 
 
 def test_compiling_for_a_device_that_is_not_here_is_refused(run, tiny):
