@@ -473,7 +473,10 @@ class LLM:
             self._loop.check_open()
             self.engine.update_weights(weights)
             pairs = zip(jax.tree.leaves(weights), jax.tree.leaves(self.engine.weights), strict=True)
-            self._owned_weights = [ours for given, ours in pairs if not isinstance(given, jax.Array)]
+            owned = {id(leaf) for leaf in self._owned_weights}
+            self._owned_weights = [
+                ours for given, ours in pairs if not isinstance(given, jax.Array) or id(given) in owned
+            ]
 
     def close(self) -> None:
         """Frees device memory. What is unfinished ends with an error; the LLM cannot be used after it."""

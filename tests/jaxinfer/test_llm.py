@@ -438,10 +438,35 @@ def test_a_failing_step_reaches_every_reader(llm, monkeypatch):
     assert_idle(llm)
 
 
+def test_a_step_that_fails_on_one_thread_ends_generate_on_the_others(llm, monkeypatch):
+    results = {}
+
+    def fails_once_all_are_queued():
+        if len(llm._loop.records) == 3:
+            raise OSError("planted")
+        return []
+
+    def generate(i):
+        try:
+            results[i] = llm.generate([i], greedy_params(100, ignore_eos=True))[0].error
+        except OSError:
+            results[i] = "raised"
+
+    monkeypatch.setattr(llm.engine, "step", fails_once_all_are_queued)
+    threads = [threading.Thread(target=generate, args=(i,), daemon=True) for i in (7, 8, 9)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert sorted(results.values()) == ["a step failed: OSError: planted"] * 2 + ["raised"]
+    assert_idle(llm)
+
+
 def test_a_closed_llm_says_so_and_has_freed_what_it_owned(planted):
     other = LLM(planted.folder, **OPTIONS)
     loaded = other.engine.weights
-    other.update_weights(jax.tree.map(np.asarray, loaded))
+    host = jax.tree.map(np.asarray, loaded)
+    other.update_weights(loaded.replace(unembed=host.unembed))  # the other leaves stay the LLM's own
     ours = jax.tree.leaves(other.engine.weights)
     stream = other.stream([9], greedy_params(200, ignore_eos=True))
     other.close()
@@ -453,7 +478,7 @@ def test_a_closed_llm_says_so_and_has_freed_what_it_owned(planted):
         lambda: other.generate("A"),
         lambda: other.stream("A"),
         lambda: other.loglikelihood("A", ["B"]),
-        lambda: other.update_weights(loaded),
+        lambda: other.update_weights(host),
         other.warmup,
     ):
         with pytest.raises(RuntimeError, match="this LLM is closed"):
