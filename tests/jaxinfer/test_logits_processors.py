@@ -1,12 +1,13 @@
 """Logits processors against numpy on the planted table, and what requests may hand to them."""
 
 import itertools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from engines import drain, generate, greedy_params, make_engine, planted_table, submit
+from engines import BUCKETS, ROWS, TOKENS, drain, generate, greedy_params, make_engine, planted_table, submit
 
 from jaxinfer.logits_processors import ProcessorArgs
 from jaxinfer.request import SamplingParams
@@ -57,6 +58,7 @@ def test_declared_args_need_no_compile_after_warmup():
         strict=True,
         logits_processors=(push,),
         logits_processor_args={"strength": 4.5, "target": 9},
+        buckets=replace(BUCKETS, prefill=((TOKENS, ROWS),), decode=(ROWS,), variants=("greedy",)),
     )
     engine.warmup()
     out = generate(engine, ([3], greedy_params(5)), ([3], greedy_params(5, extra_args={"strength": 0.0})))
