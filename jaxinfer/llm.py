@@ -171,6 +171,7 @@ class LLM:
             gpu_memory_utilization=gpu_memory_utilization,
             weights_loaded=found.weights_loaded,
         )
+        self.plan = plan
         spec = replace(spec, num_pages=plan.num_pages)
         logger.info("attention: %s on %s, since %s", chosen.value, device.device_kind, chosen.reason)
         for line in plan.lines():
