@@ -120,7 +120,9 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None  # likewise per prompt token, always of the raw distribution
     logprob_token_ids: Collection[int] | None = None  # at most 128: report these ids too, per output token
-    truncate_prompt_tokens: int | None = None  # keep the last so many prompt tokens; -1: all that fit beside max_tokens
+    truncate_prompt_tokens: int | None = (
+        None  # keep the last so many prompt tokens; -1: all that fit beside max_tokens
+    )
     skip_special_tokens: bool = True
     detokenize: bool = True
     extra_args: Mapping[str, Any] | None = None  # for LLM(logits_processors=[...])
