@@ -19,13 +19,13 @@ from jax import Array
 
 from jaxinfer.filters import Filters, argmax, best_tokens, draw, find_cut, keep_mask
 from jaxinfer.penalties import Extras, apply_extras, asks_for_extras, build_extras
+from jaxinfer.request import GREEDY_BELOW
 
 Variant = Literal["greedy", "sample", "full"]
 LogprobsMode = Literal["raw", "processed"]
 # fn(logits f32[B, V], rows: RowState of these B rows, params: pytree with leading B) -> f32[B, V]
 LogitsProcessor = Callable[[Array, "RowState", Any], Array]
 
-GREEDY_TEMPERATURE = 1e-5  # below it a row is greedy, as in vLLM
 # Purposes of random numbers: draw a token, accept a draft, draw after a refusal.
 SAMPLE, ACCEPT, RESIDUAL = 0, 1, 2
 
@@ -117,7 +117,7 @@ def variant_of(rows: Sequence[SamplingRow]) -> Variant:
     """The cheapest variant of `sample` that serves all rows."""
     if any(asks_for_extras(row) for row in rows):
         return "full"
-    if all(row.params.temperature < GREEDY_TEMPERATURE for row in rows):
+    if all(row.params.temperature < GREEDY_BELOW for row in rows):
         return "greedy"
     return "sample"
 
@@ -223,12 +223,12 @@ def sample(
 def _filters(batch: SamplingBatch, vocab_size: int) -> Filters:
     """A greedy row is a row that keeps one token."""
     top_k = jnp.where((batch.top_k <= 0) | (batch.top_k > vocab_size), vocab_size, batch.top_k)
-    return Filters(jnp.where(batch.temperature < GREEDY_TEMPERATURE, 1, top_k), batch.top_p, batch.min_p)
+    return Filters(jnp.where(batch.temperature < GREEDY_BELOW, 1, top_k), batch.top_p, batch.min_p)
 
 
 def _positive(temperature: Array) -> Array:
     """Temperature to divide by: a greedy row is not scaled."""
-    return jnp.where(temperature < GREEDY_TEMPERATURE, 1.0, temperature)
+    return jnp.where(temperature < GREEDY_BELOW, 1.0, temperature)
 
 
 def with_logprobs(

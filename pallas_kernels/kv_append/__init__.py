@@ -4,13 +4,10 @@ The field's reshape_and_cache. Shape letters: T tokens, K kv heads, H head_dim. 
 shapes.
 """
 
-import importlib
-import importlib.util
-from collections.abc import Callable
-from typing import Any
-
 import jax
 import jax.numpy as jnp
+
+from pallas_kernels.contract import check_array, load
 
 # implementation -> the module that holds a function `kv_append` of the signature below, less `implementation`
 IMPLEMENTATIONS = {
@@ -57,27 +54,7 @@ def kv_append(
         NotImplementedError: the implementation does not have this combination, or is not part of this build.
     """
     _validate(k, v, kv_pages, kv_scales, slot_mapping)
-    return _load(implementation)(k, v, kv_pages, kv_scales, slot_mapping)
-
-
-def _load(implementation: str) -> Callable[..., Any]:
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(
-            f"implementation {implementation!r} is unknown: choose one of {list(IMPLEMENTATIONS)}"
-        )
-    module = IMPLEMENTATIONS[implementation]
-    if importlib.util.find_spec(module) is None:
-        raise NotImplementedError(
-            f"kv_append has no implementation {implementation!r} in this build: use 'xla' or 'reference'"
-        )
-    return importlib.import_module(module).kv_append
-
-
-def _check_array(name: str, x: jax.Array, shape: tuple[int, ...], dtype: Any) -> None:
-    if x.shape != shape or x.dtype != dtype:
-        raise ValueError(
-            f"{name} is {x.dtype}{list(x.shape)} but must be {jnp.dtype(dtype).name}{list(shape)}"
-        )
+    return load("kv_append", IMPLEMENTATIONS, implementation)(k, v, kv_pages, kv_scales, slot_mapping)
 
 
 def _validate(
@@ -87,7 +64,7 @@ def _validate(
         raise ValueError(
             f"k is {k.dtype}{list(k.shape)} but must be [T, K, H] in float32, bfloat16 or float16"
         )
-    _check_array("v", v, k.shape, k.dtype)
+    check_array("v", v, k.shape, k.dtype)
     if kv_pages.ndim != 4:
         raise ValueError(f"kv_pages is {list(kv_pages.shape)} but must be [num_pages, K, page_size, 2H]")
     num_tokens, num_kv_heads, head_dim = k.shape
@@ -102,11 +79,11 @@ def _validate(
             raise ValueError(
                 f"kv_pages is {kv_pages.dtype}: kv_scales f32[num_pages, K, 2, page_size] is required"
             )
-        _check_array("kv_scales", kv_scales, (num_pages, num_kv_heads, 2, page_size), jnp.float32)
+        check_array("kv_scales", kv_scales, (num_pages, num_kv_heads, 2, page_size), jnp.float32)
     elif kv_pages.dtype in FLOAT_DTYPES:
         if kv_scales is not None:
             raise ValueError(f"kv_pages is {kv_pages.dtype}, which has no scales: pass kv_scales=None")
     else:
         names = [jnp.dtype(dtype).name for dtype in FLOAT_DTYPES] + list(QUANTIZED_MAX)
         raise ValueError(f"kv_pages is {kv_pages.dtype} but must be one of {names}")
-    _check_array("slot_mapping", slot_mapping, (num_tokens,), jnp.int32)
+    check_array("slot_mapping", slot_mapping, (num_tokens,), jnp.int32)

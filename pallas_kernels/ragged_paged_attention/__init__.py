@@ -7,13 +7,10 @@ The online softmax follows FlashAttention (arXiv:2205.14135), pages PagedAttenti
 sinks gpt-oss, soft_cap Gemma 2. `cases.py` has the named shapes that every implementation is tested with.
 """
 
-import importlib
-import importlib.util
-from collections.abc import Callable
-from typing import Any
-
 import jax
 import jax.numpy as jnp
+
+from pallas_kernels.contract import check_array, load
 
 # implementation -> the module that holds a function `ragged_paged_attention` of the signature below, less
 # `implementation`. Imported on first use, so that a CPU run never loads an accelerator's Pallas lowering.
@@ -82,7 +79,7 @@ def ragged_paged_attention(
     """
     _validate(q, kv_pages, kv_scales, page_table, kv_lens, cu_q_lens, distribution)
     _validate_options(q, sm_scale, max_q_len, sliding_window, soft_cap, sink_logits)
-    return _load(implementation)(
+    return load("ragged_paged_attention", IMPLEMENTATIONS, implementation)(
         q,
         kv_pages,
         kv_scales,
@@ -97,27 +94,6 @@ def ragged_paged_attention(
         sink_logits=sink_logits,
         return_lse=return_lse,
     )
-
-
-def _load(implementation: str) -> Callable[..., Any]:
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(
-            f"implementation {implementation!r} is unknown: choose one of {list(IMPLEMENTATIONS)}"
-        )
-    module = IMPLEMENTATIONS[implementation]
-    if importlib.util.find_spec(module) is None:
-        raise NotImplementedError(
-            f"ragged_paged_attention has no implementation {implementation!r} in this build: "
-            "use 'xla' or 'reference'"
-        )
-    return importlib.import_module(module).ragged_paged_attention
-
-
-def _check_array(name: str, x: jax.Array, shape: tuple[int, ...], dtype: Any) -> None:
-    if x.shape != shape or x.dtype != dtype:
-        raise ValueError(
-            f"{name} is {x.dtype}{list(x.shape)} but must be {jnp.dtype(dtype).name}{list(shape)}"
-        )
 
 
 def _validate(
@@ -148,7 +124,7 @@ def _validate(
             raise ValueError(
                 f"kv_pages is {kv_pages.dtype}: kv_scales f32[num_pages, K, 2, page_size] is required"
             )
-        _check_array("kv_scales", kv_scales, (num_pages, num_kv_heads, 2, page_size), jnp.float32)
+        check_array("kv_scales", kv_scales, (num_pages, num_kv_heads, 2, page_size), jnp.float32)
     elif kv_pages.dtype in FLOAT_DTYPES:
         if kv_scales is not None:
             raise ValueError(f"kv_pages is {kv_pages.dtype}, which has no scales: pass kv_scales=None")
@@ -158,10 +134,10 @@ def _validate(
     if page_table.ndim != 2:
         raise ValueError(f"page_table is {list(page_table.shape)} but must be i32[B, pages per row]")
     num_rows, pages_per_row = page_table.shape
-    _check_array("page_table", page_table, (num_rows, pages_per_row), jnp.int32)
-    _check_array("kv_lens", kv_lens, (num_rows,), jnp.int32)
-    _check_array("cu_q_lens", cu_q_lens, (num_rows + 1,), jnp.int32)
-    _check_array("distribution", distribution, (3,), jnp.int32)
+    check_array("page_table", page_table, (num_rows, pages_per_row), jnp.int32)
+    check_array("kv_lens", kv_lens, (num_rows,), jnp.int32)
+    check_array("cu_q_lens", cu_q_lens, (num_rows + 1,), jnp.int32)
+    check_array("distribution", distribution, (3,), jnp.int32)
 
 
 def _validate_options(
@@ -181,4 +157,4 @@ def _validate_options(
     if soft_cap is not None and not soft_cap > 0:
         raise ValueError(f"soft_cap is {soft_cap} but must be positive, or None for no cap")
     if sink_logits is not None:
-        _check_array("sink_logits", sink_logits, (q.shape[1],), jnp.float32)
+        check_array("sink_logits", sink_logits, (q.shape[1],), jnp.float32)
