@@ -28,7 +28,7 @@ from jaxinfer.page_allocator import PageAllocator
 from jaxinfer.request import MAX_LOGPROB_ENTRIES, Request, RequestMetrics, Sequence
 from jaxinfer.sampling import LogitsProcessor, LogprobsMode, SampleOutput, SamplingBatch, SamplingRow, Variant
 from jaxinfer.scheduler import ScheduledStep, Scheduler, SchedulerConfig, SchedulerStats
-from jaxinfer.step import NUM_END_IDS, Buckets, DecodeLimits, Program, Programs
+from jaxinfer.step import NUM_END_IDS, Buckets, DecodeLimits, Program, Programs, example_arguments
 
 logger = logging.getLogger(__name__)
 
@@ -474,19 +474,12 @@ class Engine:
 
     def _warmup_arguments(self, program: Program) -> tuple:
         """Arguments of the shapes that `program` takes."""
-        if program.kind == "score":
-            hidden = jax.ShapeDtypeStruct(
-                (program.num_tokens, self.model_config.embed_dim), self.model_config.dtype
-            )
-            index = np.zeros(program.num_rows, np.int32)
-            return self.weights, hidden, index, index
-        batch = self._pack(program, [((0,), 0, (1,))])
-        limits = None
-        _, sampling_batch = self._sampling_batch([], program.num_rows, program.variant)
-        if program.num_steps > 1:
-            rows = np.zeros(program.num_rows, np.int32)
-            limits = DecodeLimits(np.zeros((program.num_rows, NUM_END_IDS), np.int32), rows, rows)  # type: ignore[arg-type]
-        return self.weights, self._cache, self._rows, batch, sampling_batch, limits
+        sampling_batch = None
+        if program.kind != "score":
+            _, sampling_batch = self._sampling_batch([], program.num_rows, program.variant)
+        return example_arguments(
+            program, self.model_config, self.weights, self._cache, self._rows, sampling_batch
+        )
 
     def close(self, *, weights: bool = True) -> None:
         """Frees device memory: cache, row state, and the weights unless they belong to somebody else."""

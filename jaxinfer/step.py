@@ -19,8 +19,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
+from jaxinfer import batch as batches
+from jaxinfer import kv_cache as kv
 from jaxinfer import sampling
 from jaxinfer.batch import StepBatch, last_token_indices, next_decode
 from jaxinfer.kv_cache import KVCache
@@ -170,6 +173,41 @@ class Buckets:
                 if num_tokens <= t and num_rows <= b:
                     return "prefill", t, b
         raise ValueError(f"no bucket holds {num_tokens} tokens of {num_rows} rows, {num_steps} steps: {self}")
+
+
+def example_arguments(
+    program: Program,
+    model_config: Any,
+    weights: Any,
+    kv_cache: KVCache,
+    rows: RowState,
+    sampling_batch: SamplingBatch | None,
+) -> tuple:
+    """Arguments of the shapes that `program` takes, for compiling it: the batch holds one token of one row.
+
+    Args:
+      weights, kv_cache, rows: as the engine has them, or their shapes (`jax.ShapeDtypeStruct` leaves).
+      sampling_batch: of `program.num_rows` rows; None for greedy programs.
+    """
+    if program.kind == "score":
+        hidden = jax.ShapeDtypeStruct((program.num_tokens, model_config.embed_dim), model_config.dtype)
+        index = np.zeros(program.num_rows, np.int32)
+        return weights, hidden, index, index
+    num_rows, max_model_len = rows.token_ids.shape
+    batch = batches.pack(
+        [((0,), 0, (1,))],
+        page_size=kv_cache.spec.page_size,
+        num_tokens=program.num_tokens,
+        num_rows=program.num_rows,
+        pages_per_row=kv.pages_needed(max_model_len, kv_cache.spec.page_size),
+        spare_row=num_rows - 1,
+        max_q_len=1 if program.kind == "decode" else program.num_tokens,
+    )
+    limits = None
+    if program.num_steps > 1:
+        zeros = np.zeros(program.num_rows, np.int32)
+        limits = DecodeLimits(np.zeros((program.num_rows, NUM_END_IDS), np.int32), zeros, zeros)  # type: ignore[arg-type]
+    return weights, kv_cache, rows, batch, sampling_batch, limits
 
 
 def score_program(num_tokens: int, num_logprobs: int) -> Program:

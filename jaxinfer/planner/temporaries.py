@@ -5,15 +5,13 @@ from types import ModuleType
 from typing import Any
 
 import jax
-import numpy as np
 
 from checkpoints.loading import weight_leaves
-from jaxinfer import batch as batches
 from jaxinfer import kv_cache as kv
 from jaxinfer import sampling
 from jaxinfer.kv_cache import KVCacheSpec
 from jaxinfer.planner.shape import ModelShape, itemsize
-from jaxinfer.step import NUM_END_IDS, Buckets, DecodeLimits, Program, Programs
+from jaxinfer.step import Buckets, Program, Programs, example_arguments
 
 
 def estimate(shape: ModelShape, *, num_tokens: int, num_rows: int, platform: str) -> int:
@@ -61,18 +59,8 @@ def compiled(
     programs = Programs(module, config, matmul_precision=matmul_precision)
     needed = 0
     for program in _largest(buckets):
-        batch = batches.pack(
-            [((0,), 0, (1,))],
-            page_size=spec.page_size,
-            num_tokens=program.num_tokens,
-            num_rows=program.num_rows,
-            pages_per_row=kv.pages_needed(max_model_len, spec.page_size),
-            max_q_len=1 if program.kind == "decode" else program.num_tokens,
-        )
-        zeros = np.zeros(program.num_rows, np.int32)
-        ends = np.zeros((program.num_rows, NUM_END_IDS), np.int32)
-        limits = DecodeLimits(ends, zeros, zeros) if program.num_steps > 1 else None  # type: ignore[arg-type]
-        executable: Any = programs.get(program, (weights, cache, rows, batch, None, limits))
+        arguments = example_arguments(program, config, weights, cache, rows, None)
+        executable: Any = programs.get(program, arguments)
         needed = max(needed, executable.memory_analysis().temp_size_in_bytes)
     return needed
 
