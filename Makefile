@@ -4,9 +4,10 @@
 MODEL := smollm2-135m-instruct
 QUESTION := What is the capital of France? Answer in one sentence.
 OLDEST_JAX := 0.11.2
+EXTRAS := dev
 PIP_INSTALL := -m pip install -qq --disable-pip-version-check
 
-.PHONY: setup model demo test test-slow test-smoke-oldest lint format clean
+.PHONY: setup model demo test test-slow test-smoke-oldest test-aot-smoke test-aot lint format clean
 
 setup: .venv/installed
 
@@ -26,6 +27,14 @@ test-slow: model
 test-smoke-oldest: model .venv-oldest/installed
 	.venv-oldest/bin/pytest -m smoke
 
+# Programs and kernels through the real compilers for chips that are not here; in a venv of its own, since an
+# installed compiler changes how jax starts. The second takes hours and writes docs/aot.md.
+test-aot-smoke: model .venv-aot/installed
+	.venv-aot/bin/python scripts/aot.py --smoke
+
+test-aot: model .venv-aot/installed
+	.venv-aot/bin/python scripts/aot.py --write docs/aot.md
+
 lint: setup
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
@@ -36,14 +45,15 @@ format: setup
 	.venv/bin/ruff format .
 
 clean:
-	rm -rf .venv .venv-oldest build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-oldest .venv-aot build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 .venv-oldest/installed: AT_JAX := jax==$(OLDEST_JAX) jaxlib==$(OLDEST_JAX)
+.venv-aot/installed: EXTRAS := dev,aot-tpu,aot-gpu
 
 # A venv is made anew where its pip does not run (none yet, or cut short), and brought up to date after pyproject.toml.
 %/installed: pyproject.toml
 	@$*/bin/python -m pip --version >/dev/null 2>&1 || { \
 	    python=$$(scripts/find_python.sh) && echo "Making $* with $$python" && "$$python" -m venv --clear $*; }
 	@echo "Installing jaxinfer into $* (the first time takes a minute or two)"
-	@$*/bin/python $(PIP_INSTALL) -e '.[dev]' $(AT_JAX)
+	@$*/bin/python $(PIP_INSTALL) -e '.[$(EXTRAS)]' $(AT_JAX)
 	@touch $@
