@@ -4,9 +4,7 @@ import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import jax
+from typing import Any, Protocol
 
 # platform of a jax device -> dtype of weights and activations
 DTYPES = {"cpu": "float32", "gpu": "bfloat16", "tpu": "bfloat16"}
@@ -19,6 +17,15 @@ ACCELERATOR_MEMORY_SHARE = 0.9  # of the device, for weights, pool and temporari
 TEMPORARIES_SHARE = 0.05  # of an accelerator's memory, kept free for a step's own arrays
 
 
+class Device(Protocol):
+    """What is asked of a `jax.Device` here; a GPU has `compute_capability` too."""
+
+    @property
+    def platform(self) -> str: ...
+
+    def memory_stats(self) -> dict[str, int] | None: ...
+
+
 @dataclass(frozen=True)
 class Choice:
     """A setting and the reason for it, to be said once in the log."""
@@ -27,7 +34,7 @@ class Choice:
     reason: str
 
 
-def implementation(name: str, device: jax.Device, dtype: str, head_dim: int) -> Choice:
+def implementation(name: str, device: Device, dtype: str, head_dim: int) -> Choice:
     """Which kernels write and read pages: `name`, or for "auto" the fastest that can run here."""
     if name != "auto":
         return Choice(name, "asked for by name")
@@ -45,7 +52,7 @@ def implementation(name: str, device: jax.Device, dtype: str, head_dim: int) -> 
     return Choice("gpu", "the device is a GPU of compute capability 9.0")
 
 
-def dtype(name: str, device: jax.Device) -> str:
+def dtype(name: str, device: Device) -> str:
     """dtype of weights and activations."""
     if name == "auto":
         return DTYPES[device.platform]
@@ -54,14 +61,19 @@ def dtype(name: str, device: jax.Device) -> str:
     return name
 
 
-def page_size(value: int | str, device: jax.Device, max_model_len: int) -> int:
+def matmul_precision(name: str | None, dtype: str) -> str | None:
+    """Precision of products: `name`, or such that float32 means float32 on every device."""
+    return "highest" if name is None and dtype == "float32" else name
+
+
+def page_size(value: int | str, device: Device, max_model_len: int) -> int:
     """Tokens per page; never more than the smallest power of two that holds a whole sequence, or 8."""
     if value != "auto":
         return int(value)
     return min(PAGE_SIZES[device.platform], max(8, 1 << math.ceil(math.log2(max_model_len))))
 
 
-def memory_budget(device: jax.Device, utilization: float | None, weights_bytes: int) -> tuple[float, str]:
+def memory_budget(device: Device, utilization: float | None, weights_bytes: int) -> tuple[float, str]:
     """(bytes for the pool, where the number comes from), when `weights_bytes` are still to be loaded."""
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats and "bytes_limit" in stats:

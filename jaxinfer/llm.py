@@ -148,15 +148,12 @@ class LLM:
                 f"max_model_len={self.max_model_len} is over the model's own maximum of "
                 f"{config.max_position_embeddings} positions"
             )
-        chosen = defaults.implementation(implementation, device, config.dtype, config.head_dim)
-        spec = KVCacheSpec(
-            num_layers=config.num_layers,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            page_size=defaults.page_size(page_size, device, self.max_model_len),
-            num_pages=2,
-            dtype=config.dtype,
-            implementation=chosen.value,
+        spec, chosen = planner.cache_spec(
+            config,
+            device,
+            max_model_len=self.max_model_len,
+            page_size=page_size,
+            implementation=implementation,
         )
         plan = planner.check(
             found.module,
@@ -182,8 +179,6 @@ class LLM:
         buckets = buckets or Buckets.default(
             max_num_seqs, max_num_batched_tokens, decode_steps, device.platform
         )
-        if matmul_precision is None and config.dtype == "float32":
-            matmul_precision = "highest"
         self.engine = Engine(
             found.module,
             config,
@@ -197,7 +192,7 @@ class LLM:
                 ),
                 buckets=buckets,
                 logprobs_mode=logprobs_mode,
-                matmul_precision=matmul_precision,
+                matmul_precision=defaults.matmul_precision(matmul_precision, config.dtype),
                 strict_compile=strict_compile,
                 enable_prefix_caching=enable_prefix_caching,
                 cache_salt=found.name,

@@ -245,7 +245,7 @@ def _compiled_temporaries(model: str, plan: Any) -> int:
         max_model_len=load.context,
         max_num_seqs=load.batch,
         buckets=Buckets.default(load.batch, tokens, 8, device.platform),
-        matmul_precision="highest" if config.dtype == "float32" else None,
+        matmul_precision=defaults.matmul_precision(None, config.dtype),
     )
 
 

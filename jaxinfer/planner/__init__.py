@@ -7,7 +7,7 @@ engine_plan   what the engine will allocate here, or why it cannot (`check`, `pl
 measure       bounds against this machine (imports the engine, so it is not imported here)
 """
 
-from jaxinfer.planner.engine_plan import EnginePlan, PlanError, check, plan_engine
+from jaxinfer.planner.engine_plan import EnginePlan, PlanError, cache_spec, check, plan_engine
 from jaxinfer.planner.plan import Plan, make_plan
 
-__all__ = ["EnginePlan", "Plan", "PlanError", "check", "make_plan", "plan_engine"]
+__all__ = ["EnginePlan", "Plan", "PlanError", "cache_spec", "check", "make_plan", "plan_engine"]

@@ -54,6 +54,28 @@ class EnginePlan:
         ]
 
 
+def cache_spec(
+    config: Any,
+    device: defaults.Device,
+    *,
+    max_model_len: int,
+    page_size: int | str = "auto",
+    implementation: str = "auto",
+) -> tuple[KVCacheSpec, defaults.Choice]:
+    """The cache of an engine on a device, its number of pages still to be decided, and the kernels that serve it."""
+    chosen = defaults.implementation(implementation, device, config.dtype, config.head_dim)
+    spec = KVCacheSpec(
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        page_size=defaults.page_size(page_size, device, max_model_len),
+        num_pages=2,
+        dtype=config.dtype,
+        implementation=chosen.value,
+    )
+    return spec, chosen
+
+
 def plan_engine(
     model: str | Path,
     *,
@@ -74,15 +96,7 @@ def plan_engine(
     module = models.for_config(hf)
     config = module.Config.from_hf(hf, dtype=defaults.dtype(dtype, device))
     length = max_model_len or config.max_position_embeddings
-    spec = KVCacheSpec(
-        num_layers=config.num_layers,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        page_size=defaults.page_size(page_size, device, length),
-        num_pages=2,
-        dtype=config.dtype,
-        implementation=defaults.implementation("auto", device, config.dtype, config.head_dim).value,
-    )
+    spec, _ = cache_spec(config, device, max_model_len=length, page_size=page_size)
     return check(
         module,
         config,
@@ -98,7 +112,7 @@ def plan_engine(
 def check(
     module: ModuleType,
     config: Any,
-    device: jax.Device,
+    device: defaults.Device,
     spec: KVCacheSpec,
     *,
     max_model_len: int | None,
@@ -201,7 +215,7 @@ def _reason(num_pages: int | None, kv_bytes: int | None, utilization: float | No
     return named[0] if named else "the default"
 
 
-def _free_memory(device: jax.Device) -> int:
+def _free_memory(device: defaults.Device) -> int:
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"] - stats["bytes_in_use"]
