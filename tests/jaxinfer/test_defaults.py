@@ -1,5 +1,6 @@
 """What "auto" picks on devices that are not attached."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -27,6 +28,35 @@ def device(platform, **facts):
 def test_auto_picks_what_can_run_and_says_why(chip, dtype, head_dim, expected):
     choice = defaults.implementation("auto", chip, dtype, head_dim)
     assert choice.value == expected and choice.reason
+
+
+CHIPS = {
+    "CPU": device("cpu"),
+    "TPU v5e": device("tpu"),
+    "TPU v6e": device("tpu"),
+    "A100 (8.0)": device("gpu", compute_capability="8.0"),
+    "L4 (8.9)": device("gpu", compute_capability="8.9"),
+    "H100 (9.0)": device("gpu", compute_capability="9.0"),
+    "H200 (9.0)": device("gpu", compute_capability="9.0"),
+    "B200 (10.0)": device("gpu", compute_capability="10.0"),
+}
+
+
+def test_the_table_in_the_docs_is_what_auto_picks():
+    """docs/kernels.md, at head_dim 128. When this fails, what it prints is the new table."""
+    rows = []
+    for name, chip in CHIPS.items():
+        choices = [
+            defaults.implementation("auto", chip, dtype, 128) for dtype in ("bfloat16", "float16", "float32")
+        ]
+        rows.append(
+            f"| {name} | {' | '.join(f'`{choice.value}`' for choice in choices)} | {choices[0].reason} |"
+        )
+    table = "\n".join(
+        ["| device | bfloat16 | float16 | float32 | why, in bfloat16 |", "|---|---|---|---|---|", *rows]
+    )
+    docs = (Path(__file__).parents[2] / "docs" / "kernels.md").read_text()
+    assert table in docs, f"\n{table}"
 
 
 def test_a_name_is_never_replaced():
