@@ -3,6 +3,7 @@
 T tokens, B rows, P pages per row. Rows with one query token (decode) stand first.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import Any
@@ -13,6 +14,7 @@ import numpy as np
 from flax import struct
 
 from jaxinfer import kv_cache as kv
+from jaxinfer.tiles import map_tiles
 
 
 @struct.dataclass
@@ -28,6 +30,16 @@ class StepBatch:
     from_row: jax.Array  # bool[B], the row's one input id is RowState.last_token
     samples: jax.Array  # bool[B], the row's last token is followed by a drawn one
     max_q_len: int = struct.field(pytree_node=False)
+    # Tokens that are worked on together, for batch invariance (see tiles.py); None: all at once.
+    tile: int | None = struct.field(pytree_node=False, default=None)
+
+    def per_token(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """function(*arguments), trees of arrays [T, ...] that it maps token by token to such a tree."""
+        return map_tiles(function, arguments, self.tile, self.cu_q_lens[-1])
+
+    def per_row(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """function(*arguments), trees of arrays [B, ...] that it maps row by row to such a tree."""
+        return map_tiles(function, arguments, self.tile, self.distribution[2])
 
 
 def pack(
@@ -42,6 +54,7 @@ def pack(
     from_row: Seq[bool] | None = None,
     samples: Seq[bool] | None = None,
     max_q_len: int | None = None,
+    tile: int | None = None,
 ) -> StepBatch:
     """Pack rows into a StepBatch of numpy arrays, padded to a bucket.
 
@@ -55,6 +68,7 @@ def pack(
       from_row: per row, whether the input id is read from RowState; None reads none.
       samples: per row, whether a token is drawn; None draws for all.
       max_q_len: static bound of tokens in one row; None takes num_tokens (1 if every row has one token).
+      tile: see StepBatch.
 
     Raises:
       ValueError: the rows do not fit the bucket, or rows with one token do not stand first.
@@ -108,6 +122,7 @@ def pack(
         from_row=padded(False if from_row is None else from_row, False, bool),
         samples=padded(True if samples is None else samples, False, bool),
         max_q_len=max_q_len,
+        tile=tile,
     )
     return StepBatch(**fields)
 

@@ -184,30 +184,41 @@ def forward(
     config: Config, weights: Weights, kv_cache: KVCache, batch: StepBatch
 ) -> tuple[jax.Array, KVCache]:
     """Hidden states [T, D] of the batch's tokens after the final norm, and the cache with them appended."""
-    x = quantization.take(weights.embed, batch.token_ids).astype(config.dtype)
-    rope = layers.rope_table(config.rope, batch.positions)
+
+    def embed(token_ids, positions):
+        x = quantization.take(weights.embed, token_ids).astype(config.dtype)
+        return x, layers.rope_table(config.rope, positions)
+
+    x, rope = batch.per_token(embed, batch.token_ids, batch.positions)
     pages: list[Any] = list(kv_cache.pages)
     scales: list[Any] = list(kv_cache.scales or [None] * config.num_layers)
     for i, layer in enumerate(weights.layers):
         x, pages[i], scales[i] = _layer(config, kv_cache.spec, layer, x, pages[i], scales[i], rope, batch)
-    x = layers.rms_norm(x, weights.final_norm, config.rms_norm_eps)
+    x = batch.per_token(lambda x: layers.rms_norm(x, weights.final_norm, config.rms_norm_eps), x)
     return x, replace(kv_cache, pages=tuple(pages), scales=None if kv_cache.scales is None else tuple(scales))
 
 
 # An inner jit: equal layers are traced and lowered once.
 @partial(jax.jit, static_argnames=("config", "spec"))
 def _layer(config: Config, spec: KVCacheSpec, w: LayerWeights, x, pages, scales, rope, batch: StepBatch):
-    y = layers.rms_norm(x, w.attn_norm, config.rms_norm_eps)
-    q = layers.project_heads(y, w.q_proj, w.q_bias)  # [T, N, H]
-    k = layers.project_heads(y, w.k_proj, w.k_bias)  # [T, K, H]
-    v = layers.project_heads(y, w.v_proj, w.v_bias)
-    q, k = layers.apply_rope(q, rope), layers.apply_rope(k, rope)
+    def before_attention(x, rope):
+        y = layers.rms_norm(x, w.attn_norm, config.rms_norm_eps)
+        q = layers.project_heads(y, w.q_proj, w.q_bias)  # [T, N, H]
+        k = layers.project_heads(y, w.k_proj, w.k_bias)  # [T, K, H]
+        v = layers.project_heads(y, w.v_proj, w.v_bias)
+        q, k = layers.apply_rope(q, rope), layers.apply_rope(k, rope)
+        return q, k, v
+
+    def after_attention(x, out):
+        x = x + layers.merge_heads(out, w.o_proj, w.o_bias)
+        y = layers.rms_norm(x, w.mlp_norm, config.rms_norm_eps)
+        return x + layers.gated_mlp(y, w.gate_proj, w.up_proj, w.down_proj)
+
+    q, k, v = batch.per_token(before_attention, x, rope)
     out, pages, scales = attention.append_and_attend(
         q, k, v, pages, scales, batch, spec, sm_scale=config.head_dim**-0.5
     )
-    x = x + layers.merge_heads(out, w.o_proj, w.o_bias)
-    y = layers.rms_norm(x, w.mlp_norm, config.rms_norm_eps)
-    return x + layers.gated_mlp(y, w.gate_proj, w.up_proj, w.down_proj), pages, scales
+    return batch.per_token(after_attention, x, out), pages, scales
 
 
 def unembed(config: Config, weights: Weights, x: jax.Array) -> jax.Array:

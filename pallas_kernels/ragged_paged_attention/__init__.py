@@ -17,6 +17,8 @@ from pallas_kernels.contract import check_array, load
 IMPLEMENTATIONS = {
     "reference": "pallas_kernels.ragged_paged_attention.reference",  # plain, dense, float32: the truth
     "xla": "pallas_kernels.ragged_paged_attention.xla",  # the production path on CPU
+    # CPU, for batch_invariant=True: no bit of a token's result depends on what else is in the batch
+    "xla_invariant": "pallas_kernels.ragged_paged_attention.xla_invariant",
     "tpu": "pallas_kernels.ragged_paged_attention.tpu",  # Pallas Mosaic TPU
     "gpu": "pallas_kernels.ragged_paged_attention.gpu",  # Pallas Mosaic GPU
 }

@@ -44,7 +44,7 @@ def ragged_paged_attention(
     num_tokens, num_q_heads, head_dim = q.shape
     num_kv_heads, page_size = kv_pages.shape[1:3]
     block_pages = max(1, BLOCK_TOKENS // page_size)
-    page_table = _pad_columns(page_table, block_pages)
+    page_table = pad_columns(page_table, block_pages)
     queries = (q.astype(jnp.float32) * sm_scale).reshape(
         num_tokens, num_kv_heads, -1, head_dim
     )  # [T, K, G, H]
@@ -87,12 +87,12 @@ def ragged_paged_attention(
     return (out, lse.reshape(num_tokens, num_q_heads)) if return_lse else out
 
 
-def _pad_columns(page_table: jax.Array, block_pages: int) -> jax.Array:
+def pad_columns(page_table: jax.Array, block_pages: int) -> jax.Array:
     """Null pages behind the table until whole blocks fit: dynamic_slice would clamp, and so read other pages."""
     return jnp.pad(page_table, ((0, 0), (0, -page_table.shape[1] % block_pages)))
 
 
-def _gather(
+def gather_block(
     kv_pages: jax.Array,  # [num_pages, K, page_size, 2H]
     kv_scales: jax.Array | None,
     page_ids: jax.Array,  # i32[W, pages of a block]
@@ -118,7 +118,7 @@ def _gather(
     return kv.reshape(width, num_kv_heads, block_pages * page_size, lanes)
 
 
-def _walk(
+def walk(
     q: jax.Array,  # f32[W, K, M, Hk]: M queries per kv head, scaled
     sinks: jax.Array | None,  # f32[K, M]
     read_block: Callable[[jax.Array], Block],
@@ -192,7 +192,7 @@ def _decode(
             if sliding_window is not None:
                 live &= positions >= group_lens[:, None] - sliding_window
             page_ids = jax.lax.dynamic_slice(table, (start, i * block_pages), (width, block_pages))
-            kv = _gather(kv_pages, kv_scales, page_ids, live)
+            kv = gather_block(kv_pages, kv_scales, page_ids, live)
             return kv, kv, live[:, None, None, :]
 
         first: jax.Array | int = 0
@@ -201,7 +201,7 @@ def _decode(
             first = jnp.maximum(shortest - sliding_window, 0) // block
         last = (group_lens.max() + block - 1) // block
         group_q = jax.lax.dynamic_slice_in_dim(q, start, width)
-        out, lse = _walk(group_q, sinks, read_block, first, last, 2 * head_dim, soft_cap)
+        out, lse = walk(group_q, sinks, read_block, first, last, 2 * head_dim, soft_cap)
         lse = jnp.where(group_lens[:, None, None] > 0, lse, -jnp.inf)
         return (
             jax.lax.dynamic_update_slice_in_dim(state[0], out[..., head_dim:], start, 0),
@@ -277,7 +277,7 @@ def _prefill(
                 visible &= kv_positions > positions[:, None] - sliding_window
             visible &= live
             page_ids = jax.lax.dynamic_slice(page_table, (row, j * block_pages), (1, block_pages))
-            kv = _gather(kv_pages, kv_scales, page_ids, live[None])
+            kv = gather_block(kv_pages, kv_scales, page_ids, live[None])
             return kv[..., :head_dim], kv[..., head_dim:], jnp.tile(visible, (group_size, 1))[None, None]
 
         first: jax.Array | int = 0
@@ -285,7 +285,7 @@ def _prefill(
             first = jnp.maximum(positions[0] + 1 - sliding_window, 0) // block
         tile_q = jax.lax.dynamic_slice_in_dim(q, start, tile)  # [tile, K, G, H]
         tile_q = tile_q.transpose(1, 2, 0, 3).reshape(1, num_kv_heads, group_size * tile, head_dim)
-        new, new_lse = _walk(
+        new, new_lse = walk(
             tile_q, sinks, read_block, first, (kv_end + block - 1) // block, head_dim, soft_cap
         )
         new = new.reshape(num_kv_heads, group_size, tile, head_dim).transpose(2, 0, 1, 3)
