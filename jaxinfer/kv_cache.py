@@ -15,8 +15,11 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from flax import struct
+from jax.experimental.layout import Format, Layout
+from jax.sharding import Sharding, SingleDeviceSharding
 
 NULL_PAGE = 0
+TPU_LANES = 128  # of a vector register
 
 
 @dataclass(frozen=True)
@@ -98,9 +101,24 @@ class KVCache:
 
 
 def init(spec: KVCacheSpec) -> KVCache:
-    """A zeroed cache. Call it under `jax.jit` with `out_shardings` to place it."""
+    """A zeroed cache. Call it under `jax.jit` with `out_shardings` to place it (`page_format`)."""
     pages = tuple(jnp.zeros(spec.page_shape, spec.dtype) for _ in range(spec.num_layers))
     return KVCache(pages=pages, scales=None, spec=spec)
+
+
+def page_format(spec: KVCacheSpec, sharding: Sharding | None = None) -> Format | None:
+    """Where programs must say how pages lie in memory, the layout and the place to say; None: the default is right.
+
+    The TPU kernels read pages row by row. The TPU's compiler stores arrays of other than whole registers of
+    lanes (2H = 160 or 192) in another order, and would copy the pool into and out of every call.
+
+    Args:
+      spec: of the cache.
+      sharding: where it lies; None: on the first device.
+    """
+    if spec.implementation != "tpu" or 2 * spec.head_dim % TPU_LANES == 0:
+        return None
+    return Format(Layout((0, 1, 2, 3)), sharding or SingleDeviceSharding(jax.devices()[0]))
 
 
 def pages_needed(num_tokens: int, page_size: int) -> int:
