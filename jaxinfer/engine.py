@@ -9,10 +9,11 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from queue import SimpleQueue
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -24,6 +25,7 @@ from jaxinfer.batch import StepBatch
 from jaxinfer.kv_cache import KVCacheSpec
 from jaxinfer.logits_processors import ProcessorArgs
 from jaxinfer.logprobs import PromptPiece
+from jaxinfer.metrics import Metrics, Recording, RowRecord, SequenceRecord, StepRecord, StepTotals, Work
 from jaxinfer.page_allocator import PageAllocator
 from jaxinfer.request import MAX_LOGPROB_ENTRIES, Request, RequestMetrics, Sequence
 from jaxinfer.sampling import LogitsProcessor, LogprobsMode, SampleOutput, SamplingBatch, SamplingRow, Variant
@@ -62,6 +64,20 @@ class Advance:
 class EngineStats(SchedulerStats):
     num_programs: int = 0  # compiled so far
     compile_seconds: float = 0.0
+    steps: Mapping[str, StepTotals] = field(default_factory=dict)  # by kind: prefill, decode
+    work: Work = field(default_factory=Work)
+    num_finished: Mapping[str, int] = field(default_factory=dict)  # sequences, by finish reason
+    latency: Mapping[str, Mapping[str, float | None]] = field(default_factory=dict)  # Distribution.summary()
+
+
+class _InFlight(NamedTuple):
+    """A step that the device works on, or has done."""
+
+    scheduled: ScheduledStep
+    output: SampleOutput
+    pieces: list[PromptPiece]
+    record: StepRecord
+    done: SimpleQueue[float] | None  # gets the time at which the device is done, with a recording
 
 
 class Engine:
@@ -98,6 +114,8 @@ class Engine:
             strict=config.strict_compile,
         )
         self._processor_args = ProcessorArgs(config.logits_processor_args)
+        self.metrics = Metrics()
+        self.recording: Recording | None = None  # set one to keep single steps
         self._start_host_state()
 
     def _allocate(self) -> None:
@@ -114,7 +132,7 @@ class Engine:
             salt=f"{self.config.cache_salt} {self.spec.dtype}",
         )
         self.scheduler = Scheduler(self.config.scheduler, allocator)
-        self._in_flight: deque[tuple[ScheduledStep, SampleOutput, list[PromptPiece]]] = deque()
+        self._in_flight: deque[_InFlight] = deque()
         self._sampling_key: tuple | None = None
         self._sampling: tuple[dict[str, Any], SamplingBatch | None] = ({}, None)
         self._unfinished: dict[Sequence, SamplingRow] = {}
@@ -223,6 +241,10 @@ class Engine:
             **vars(self.scheduler.stats()),
             num_programs=len(self.programs),
             compile_seconds=self.programs.compile_seconds,
+            steps={kind: replace(totals) for kind, totals in self.metrics.steps.items()},
+            work=replace(self.metrics.work),
+            num_finished=dict(self.metrics.num_finished),
+            latency={name: found.summary() for name, found in self.metrics.latency.items()},
         )
 
     def update_weights(self, weights: Any) -> None:
@@ -269,11 +291,12 @@ class Engine:
         that works.
         """
         try:
+            begun = self.clock()
             scheduled = self.scheduler.schedule()
             if scheduled is not None:
-                self._dispatch(scheduled)
+                self._dispatch(scheduled, begun)
             if len(self._in_flight) > (scheduled is not None):
-                return self._commit(*self._in_flight.popleft())
+                return self._commit(self._in_flight.popleft())
             return []
         except BaseException as error:
             self._reset(error)
@@ -286,14 +309,13 @@ class Engine:
         """
         try:
             while self._in_flight and not self._unfinished:
-                self._commit(*self._in_flight.popleft())
+                self._commit(self._in_flight.popleft())
         except BaseException as error:
             self._reset(error)
             raise
 
-    def _dispatch(self, scheduled: ScheduledStep) -> None:
-        now = self.clock()
-        self._prepare_pages_and_rows(scheduled, now)
+    def _dispatch(self, scheduled: ScheduledStep, begun: float) -> None:
+        self._prepare_pages_and_rows(scheduled, begun)
         program, sampling_batch = self._program(scheduled)
         rows = scheduled.rows
         batch = self._pack(
@@ -312,13 +334,29 @@ class Engine:
         )
         limits = self._limits(scheduled, program) if program.num_steps > 1 else None
         arguments = (self.weights, self._cache, self._rows, batch, sampling_batch, limits)
-        output, self._cache, self._rows = self.programs.get(program, arguments)(*arguments)
+        packed = self.clock()
+        executable = self.programs.get(program, arguments)
+        compile_s = self.clock() - packed
+        output, self._cache, self._rows = executable(*arguments)
         pieces: list[PromptPiece] = []
         if logprobs.scores_prompt(scheduled):
             pieces = logprobs.dispatch_prompt_scores(
                 scheduled, output.hidden, self.weights, self.model_config.vocab_size, self.programs.get
             )
-        self._in_flight.append((scheduled, output.sampled, pieces))
+        record = StepRecord(
+            kind=program.kind,
+            num_slots=program.num_tokens * program.num_steps,
+            num_steps=program.num_steps,
+            num_rows=len(rows),
+            pages_used=self.scheduler.allocator.num_used,
+            num_running=len(self.scheduler.running),
+            num_waiting=self.scheduler.num_waiting,
+            begun=begun,
+            dispatched=self.clock(),
+            compile_s=compile_s,
+        )
+        done = None if self.recording is None else self.recording.watch(output.sampled.tokens)
+        self._in_flight.append(_InFlight(scheduled, output.sampled, pieces, record, done))
 
     def _pack(self, program: Program, rows: list, **per_row: Any) -> StepBatch:
         return batches.pack(
@@ -400,12 +438,13 @@ class Engine:
             last_position[b] = row.start + row.num_samples
         return DecodeLimits(end_ids=end_ids, end_from=end_from, last_position=last_position)  # type: ignore[arg-type]
 
-    def _commit(
-        self, scheduled: ScheduledStep, output: SampleOutput, pieces: list[PromptPiece]
-    ) -> list[Advance]:
+    def _commit(self, in_flight: _InFlight) -> list[Advance]:
+        scheduled, output, pieces, record, done = in_flight
+        record.late, record.read = output.tokens.is_ready(), self.clock()
         # The one read of a step; arrays [k, B, ...] of what was drawn, [S, ...] of prompt tokens.
         host: SampleOutput
         host, scores = jax.device_get((output, [piece.output for piece in pieces]))
+        record.done = self.clock() if done is None else done.get()
         for piece, piece_scores in zip(pieces, scores, strict=True):
             logprobs.take_prompt_scores(piece, piece_scores)
         accepted = self.scheduler.commit(scheduled, host.tokens.T[: len(scheduled.rows)].tolist())
@@ -418,6 +457,7 @@ class Engine:
                 if metrics.first_token_time is None:
                     metrics.first_token_time = now
                 metrics.last_token_time = now
+                metrics.token_times.append(now)
                 metrics.num_output_tokens = seq.num_output_tokens
                 if seq.params.wants_logprobs:
                     logprobs.take_logprobs(seq, host, b, count)
@@ -425,7 +465,26 @@ class Engine:
                 self._settle(seq, now)
             if count or (seq.finished and row.num_samples == 0):
                 advances.append(Advance(seq, count))
+        self._account(scheduled, accepted, record)
         return advances
+
+    def _account(self, scheduled: ScheduledStep, accepted: list[int], record: StepRecord) -> None:
+        """Takes a committed step into the totals, and into the recording if there is one."""
+        work = self.metrics.work
+        before, forwards = work.num_tokens, 0
+        for row, count in zip(scheduled.rows, accepted, strict=True):
+            if count or not row.samples:  # else it had ended: what it drew is surplus
+                forwards = max(forwards, work.add_row(row.start, row.num_tokens, count))
+        work.num_forwards += forwards
+        record.num_tokens = work.num_tokens - before
+        record.committed = self.clock()
+        self.metrics.add_step(record)
+        if self.recording is not None:
+            record.rows = tuple(
+                RowRecord(_name(row.seq), row.start, row.num_tokens, count)
+                for row, count in zip(scheduled.rows, accepted, strict=True)
+            )
+            self.recording.steps.append(record)
 
     def _settle(self, seq: Sequence, now: float) -> None:
         """A sequence has ended: its times are final, and nothing is kept of it.
@@ -437,6 +496,9 @@ class Engine:
         if self._unfinished.pop(seq, None) is not None:
             seq.metrics.finished_time = now
             seq.metrics.num_preemptions = seq.num_preemptions
+            self.metrics.add_request(seq.metrics, seq.finish_reason)
+            if self.recording is not None:
+                self.recording.sequences.append(SequenceRecord(_name(seq), seq.metrics, seq.finish_reason))
 
     def _reset(self, error: BaseException) -> None:
         """After an exception in the middle of a step no host record can be trusted: start them anew.
@@ -487,3 +549,8 @@ class Engine:
         for leaf in jax.tree.leaves(trees):
             if isinstance(leaf, jax.Array) and not leaf.is_deleted():
                 leaf.delete()
+
+
+def _name(seq: Sequence) -> str:
+    """Of a sequence, for people."""
+    return seq.request.request_id if seq.params.n == 1 else f"{seq.request.request_id}.{seq.index}"

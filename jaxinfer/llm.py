@@ -5,8 +5,8 @@ import itertools
 import logging
 from collections.abc import AsyncIterator, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,6 +19,11 @@ from jaxinfer import prompts as prompts_
 from jaxinfer.engine import Engine, EngineConfig, EngineStats
 from jaxinfer.kv_cache import KVCacheSpec
 from jaxinfer.loading import check_names, find_model, given_model, refuse_unknown
+from jaxinfer.metrics import Work
+from jaxinfer.planner import hardware
+from jaxinfer.planner.roofline import StepCost, step_cost
+from jaxinfer.planner.shape import ModelShape
+from jaxinfer.planner.utilization import Utilization, utilization
 from jaxinfer.prompts import Prompt
 from jaxinfer.records import Record
 from jaxinfer.request import Loglikelihood, Request, RequestOutput, SamplingParams
@@ -29,6 +34,13 @@ from jaxinfer.step import Buckets
 from jaxinfer.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LLMStats(EngineStats):
+    """Counts and times since the LLM was made; `utilization` is over the time in which the device was at work."""
+
+    utilization: Utilization | None = None
 
 
 class LLM:
@@ -140,7 +152,7 @@ class LLM:
             found = given_model(config, weights, model_module, tokenizer)
         config = found.config
         self.config, self.tokenizer, self.end_token_ids = config, found.tokenizer, found.end_token_ids
-        self.default_sampling_params = found.sampling_defaults
+        self.default_sampling_params, self.module = found.sampling_defaults, found.module
 
         self.max_model_len = config.max_position_embeddings if max_model_len is None else max_model_len
         if self.max_model_len > config.max_position_embeddings:
@@ -459,9 +471,25 @@ class LLM:
         with tqdm(total=len(programs), desc="compile", disable=None if use_tqdm else True) as bar:
             self.engine.warmup(progress=lambda program: bar.update())
 
-    def stats(self) -> EngineStats:
-        """Rows, pages, preemptions, cached tokens and compiled programs so far."""
-        return self.engine.stats()
+    def stats(self) -> LLMStats:
+        """All counts and times so far, and how far that is from the limit of the device while it was at work."""
+        stats = self.engine.stats()
+        seconds = sum(totals.device_s for totals in stats.steps.values())
+        return LLMStats(**vars(stats), utilization=self.utilization(stats.work, seconds))
+
+    def utilization(self, work: Work, seconds: float) -> Utilization:
+        """MFU and MBU of the device if it did `work` in `seconds`."""
+        device = jax.devices()[0]
+        return utilization(self.step_cost, work, seconds, hardware.known(device), self.config.dtype)
+
+    @cached_property
+    def step_cost(self) -> StepCost:
+        """FLOPs and bytes that steps of this model need at the least, with the weights in the form they have."""
+        shape = ModelShape.from_config(self.module, self.config)
+        leaves = jax.tree.leaves(self.engine.weights)
+        unread = [] if shape.tied else jax.tree.leaves(self.engine.weights.embed)  # but for a few rows
+        read = sum(leaf.nbytes for leaf in leaves) - sum(leaf.nbytes for leaf in unread)
+        return step_cost(shape, self.engine.spec.dtype, bytes_per_forward=read)
 
     def update_weights(self, weights: Any) -> None:
         """Goes on with other weights of the same shapes and dtypes; see `Engine.update_weights`."""

@@ -9,9 +9,14 @@ submitted.
 import enum
 import math
 import numbers
+from array import array
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from jaxinfer.logprob_arrays import LogprobArrays
 
 # Caps that keep one request from starving the others; all are documented in the field list of SamplingParams.
 MAX_N = 1024
@@ -257,6 +262,7 @@ class RequestMetrics:
     finished_time: float | None = None
     num_output_tokens: int = 0
     num_preemptions: int = 0
+    token_times: array = field(default_factory=lambda: array("d"))  # one for each step that brought tokens
 
     @property
     def queue_s(self) -> float | None:
@@ -273,6 +279,14 @@ class RequestMetrics:
         if self.first_token_time is None or self.last_token_time is None or self.num_output_tokens < 2:
             return None
         return (self.last_token_time - self.first_token_time) / (self.num_output_tokens - 1)
+
+    @property
+    def itl_s(self) -> list[float]:
+        """The gaps between tokens: from each step that brought some to the next that did.
+
+        Tokens that one program of several steps draws come together, and are one step here.
+        """
+        return [after - before for before, after in pairwise(self.token_times)]
 
     @property
     def e2e_s(self) -> float | None:

@@ -102,6 +102,10 @@ class Scheduler:
     def has_unfinished(self) -> bool:
         return bool(self._sequences or self._in_flight)
 
+    @property
+    def num_waiting(self) -> int:
+        return self._num_waiting
+
     def add(self, request: Request) -> list[Sequence]:
         """Queues `params.n` sequences. Raises RequestTooLong, with the numbers, if one could never finish."""
         if request.request_id in self._sequences:

@@ -62,7 +62,7 @@ def events(recording: Recording) -> list[dict[str, Any]]:
         ]
     for seq in sequences:
         scheduled = seq.metrics.first_scheduled_time or seq.metrics.finished_time or origin
-        bar(SEQUENCES, rows[seq.name], "queued", seq.metrics.arrival_time, scheduled, end=seq.finish_reason)
+        bar(SEQUENCES, rows[seq.name], "queued", seq.metrics.arrival_time, scheduled, ended=seq.finish_reason)
     return found
 
 

@@ -24,7 +24,7 @@ LAYERS = [
     "tokenizer detokenizer chat prompts",
     "records loading",
     "request_loop",
-    "llm planner batch_runner",
+    "llm planner batch_runner bench aot",
     "cli eval_adapter",
 ]
 LEVEL = {name: level for level, layer in enumerate(LAYERS) for name in layer.split()}

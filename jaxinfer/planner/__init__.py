@@ -2,6 +2,7 @@
 
 memory        bytes of weights, pages and the rest; largest batch, longest context
 roofline      FLOPs and bytes per operator group; lower bounds for times; levers
+utilization   MFU and MBU of what an engine has done
 simulate      queueing, with the engine's own scheduler and allocator on a simulated clock
 engine_plan   what the engine will allocate here, or why it cannot (`check`, `plan_engine`)
 measure       bounds against this machine (imports the engine, so it is not imported here)

@@ -19,7 +19,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import platformdirs
 
 FACTS = Path(__file__).parent / "hardware.toml"
 PEAK_DTYPES = ("bfloat16", "float16", "float8", "int8", "float32")
@@ -108,6 +107,18 @@ def attached(device: jax.Device) -> Hardware:
     )
 
 
+def known(device: jax.Device) -> Hardware | None:
+    """Likewise, or None where nothing is known yet: a CPU is not measured for it."""
+    if device.platform == "cpu":
+        path, machine = _kept_at(None), _machine()
+        kept = json.loads(path.read_text()) if path.is_file() else {}
+        return cpu() if kept.get("machine") == machine else None
+    try:
+        return attached(device)
+    except ValueError:
+        return None
+
+
 def _entries(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text())
@@ -162,8 +173,7 @@ def cpu(cache_folder: Path | None = None, *, again: bool = False) -> Hardware:
       cache_folder: where cpu_peaks.json lies; None takes the user cache folder.
       again: measure although there is a file.
     """
-    path = (cache_folder or platformdirs.user_cache_path("jaxinfer")) / "cpu_peaks.json"
-    machine = f"{_cpu_name()}, {os.cpu_count()} CPUs, jaxlib {version('jaxlib')}"
+    path, machine = _kept_at(cache_folder), _machine()
     kept = json.loads(path.read_text()) if path.is_file() else {}
     if again or kept.get("machine") != machine:
         kept = {
@@ -232,6 +242,18 @@ def _best_time(function: Callable[..., jax.Array], arguments: tuple, seconds: fl
         function(*arguments).block_until_ready()
         best = min(best, time.perf_counter() - start)
     return best
+
+
+def _kept_at(cache_folder: Path | None) -> Path:
+    if cache_folder is None:
+        import platformdirs  # here: device checks run where it is not installed
+
+        cache_folder = platformdirs.user_cache_path("jaxinfer")
+    return cache_folder / "cpu_peaks.json"
+
+
+def _machine() -> str:
+    return f"{_cpu_name()}, {os.cpu_count()} CPUs, jaxlib {version('jaxlib')}"
 
 
 def _cpu_name() -> str:

@@ -1,9 +1,11 @@
 """Pictures of plans and simulations, with matplotlib from the extra `plot`."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from jaxinfer.metrics import Recording
 from jaxinfer.planner.plan import Plan
 from jaxinfer.planner.simulate import Simulation
 
@@ -60,16 +62,50 @@ def plot_simulation(result: Simulation, path: str | Path) -> None:
     rows.set(xlabel="s", ylabel="requests")
     rows.legend()
     shares = {
-        "TTFT": sorted(t.ttft_s for t in result.times),
-        "TPOT": sorted(t.tpot_s for t in result.times if t.tpot_s is not None),
-        "E2E": sorted(t.e2e_s for t in result.times),
+        "TTFT": [t.ttft_s for t in result.times],
+        "TPOT": [t.tpot_s for t in result.times if t.tpot_s is not None],
+        "E2E": [t.e2e_s for t in result.times],
     }
+    _plot_shares(spread, shares, "share of requests")
+    _save(figure, plt, path)
+
+
+def plot_recording(recording: Recording, num_pages: int, path: str | Path) -> None:
+    """How ITL and TTFT are distributed, and running rows and pages over time.
+
+    num_pages: of the pool, the null page left out.
+
+    Raises:
+      PlotError: matplotlib is not installed.
+    """
+    plt = _pyplot()
+    figure, (spread, rows, pages) = plt.subplots(3, 1, figsize=(8, 9))
+    sequences, steps = list(recording.sequences), list(recording.steps)
+    shares = {
+        "ITL": [gap for seq in sequences for gap in seq.metrics.itl_s],
+        "TTFT": [seq.metrics.ttft_s for seq in sequences if seq.metrics.ttft_s is not None],
+    }
+    _plot_shares(spread, shares, "share of gaps, of requests")
+    start = min((step.begun for step in steps), default=0.0)
+    times = [step.begun - start for step in steps]
+    rows.plot(times, [step.num_running for step in steps], label="running")
+    rows.plot(times, [step.num_waiting for step in steps], label="waiting")
+    rows.set(xlabel="s", ylabel="requests")
+    rows.legend()
+    pages.plot(times, [step.pages_used for step in steps])
+    pages.axhline(num_pages, color="grey", linestyle=":")
+    pages.set(xlabel="s", ylabel="pages used")
+    _save(figure, plt, path)
+
+
+def _plot_shares(axes: Any, shares: Mapping[str, list[float]], label: str) -> None:
+    """The share of values up to each, for each kind of value that is there."""
     for name, values in shares.items():
         if values:
-            spread.semilogx(values, [(i + 1) / len(values) for i in range(len(values))], label=name)
-    spread.set(xlabel="s", ylabel="share of requests")
-    spread.legend()
-    _save(figure, plt, path)
+            axes.semilogx(sorted(values), [(i + 1) / len(values) for i in range(len(values))], label=name)
+    axes.set(xlabel="s", ylabel=label)
+    if axes.lines:
+        axes.legend()
 
 
 def _pyplot() -> ModuleType:

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from jaxinfer.metrics import Work
 from jaxinfer.planner.hardware import Hardware
 from jaxinfer.planner.shape import ModelShape, itemsize, kv_bytes_per_token_and_layer
 
@@ -110,17 +111,21 @@ def attended(num_tokens: int, kv_len: int) -> int:
 
 def operator_groups(setting: Setting, rows: Iterable[Row]) -> list[OperatorGroup]:
     """FLOPs and bytes of one step over `rows`, of all devices together."""
-    shape, rows = setting.shape, list(rows)
+    return _groups(setting.shape, setting.kv_dtype, setting.quantize, setting.kv_copies, list(rows))
+
+
+def _groups(
+    shape: ModelShape, kv_dtype: str, quantize: str | None, kv_copies: float, rows: list[Row]
+) -> list[OperatorGroup]:
     num_tokens = sum(row.num_tokens for row in rows)
     num_samples = sum(row.samples for row in rows)
     weight_bytes = {
-        group: shape.weights_bytes(group, setting.quantize)
-        for group in ("projections", "mlp", "embedding", "head")
+        group: shape.weights_bytes(group, quantize) for group in ("projections", "mlp", "embedding", "head")
     }
     head_params = shape.params("embedding" if shape.tied else "head")
     attended_pairs = shape.num_layers * sum(attended(row.num_tokens, row.kv_len) for row in rows)
     resident = shape.num_layers * sum(row.kv_len for row in rows)
-    kv_item = kv_bytes_per_token_and_layer(shape.num_kv_heads, shape.head_dim, setting.kv_dtype)
+    kv_item = kv_bytes_per_token_and_layer(shape.num_kv_heads, shape.head_dim, kv_dtype)
     written = num_tokens * shape.num_layers
     return [
         OperatorGroup(
@@ -133,7 +138,7 @@ def operator_groups(setting: Setting, rows: Iterable[Row]) -> list[OperatorGroup
             * shape.head_dim
             * attended_pairs,  # q.k and p.v, a multiply and an add each
             0,
-            round(kv_item * (resident + written) * setting.kv_copies),
+            round(kv_item * (resident + written) * kv_copies),
         ),
         OperatorGroup("mlp", 2 * num_tokens * shape.params("mlp"), weight_bytes["mlp"], 0),
         OperatorGroup(
@@ -176,6 +181,63 @@ def interconnect_time(setting: Setting, num_tokens: int) -> float:
     shape, n = setting.shape, setting.num_devices
     sent = 2 * shape.num_layers * num_tokens * shape.embed_dim * itemsize(shape.dtype) * 2 * (n - 1) / n
     return sent / (setting.hardware.interconnect_bandwidth / 2)  # one direction
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """FLOPs and bytes that steps need at the least: the sums above, which are linear in what a step holds."""
+
+    flops_per_token: int
+    flops_per_sample: int  # the head
+    flops_per_pair: int  # of a query token and a token that it attends to
+    bytes_per_forward: int  # all weights but an embedding table that is not the head
+    bytes_per_resident: int  # K and V of one token, read
+    bytes_per_token: int  # K and V written, and the token's embedding
+
+    def flops(self, work: Work) -> int:
+        return (
+            self.flops_per_token * work.num_tokens
+            + self.flops_per_sample * work.num_samples
+            + self.flops_per_pair * work.num_pairs
+        )
+
+    def bytes(self, work: Work) -> int:
+        return (
+            self.bytes_per_forward * work.num_forwards
+            + self.bytes_per_resident * work.num_resident
+            + self.bytes_per_token * work.num_tokens
+        )
+
+
+def step_cost(
+    shape: ModelShape,
+    kv_dtype: str,
+    quantize: str | None = None,
+    kv_copies: float = 1.0,
+    bytes_per_forward: int | None = None,
+) -> StepCost:
+    """The coefficients for a model, as differences of the sums above, so that there is one set of formulas.
+
+    bytes_per_forward: of weights in a form of their own; None takes the shape's, with `quantize`.
+    """
+
+    def sums(*rows: Row) -> tuple[int, int]:
+        groups = _groups(shape, kv_dtype, quantize, kv_copies, list(rows))
+        return sum(group.flops for group in groups), sum(group.bytes for group in groups)
+
+    idle, idle_bytes = sums(Row(0, 0))  # the head of one row, and all weights
+    _, resident_bytes = sums(Row(0, 1))
+    base, base_bytes = sums(Row(0, 1, samples=False))
+    token, token_bytes = sums(Row(1, 1, samples=False))
+    per_pair = 4 * shape.num_layers * shape.num_q_heads * shape.head_dim
+    return StepCost(
+        flops_per_token=token - base - per_pair,
+        flops_per_sample=idle,
+        flops_per_pair=per_pair,
+        bytes_per_forward=idle_bytes if bytes_per_forward is None else bytes_per_forward,
+        bytes_per_resident=resident_bytes - idle_bytes,
+        bytes_per_token=token_bytes - base_bytes,
+    )
 
 
 def decode_bound(setting: Setting, batch: int, context: int) -> Bound:

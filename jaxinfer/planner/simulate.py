@@ -5,9 +5,10 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from jaxinfer.metrics import Work
 from jaxinfer.page_allocator import PageAllocator
 from jaxinfer.planner.plan import Plan
-from jaxinfer.planner.roofline import Row, Setting, bound, interconnect_time
+from jaxinfer.planner.roofline import Setting, interconnect_time, step_cost
 from jaxinfer.planner.workload import Arrival
 from jaxinfer.request import Request, SamplingParams, Sequence
 from jaxinfer.scheduler import ScheduledStep, Scheduler, SchedulerConfig
@@ -25,32 +26,18 @@ class StepTime:
     def __init__(self, setting: Setting, efficiency: float, overhead_s: float = 0.0) -> None:
         if not 0 < efficiency <= 1:
             raise ValueError(f"efficiency={efficiency} must be in (0, 1]")
-        shape, hardware = setting.shape, setting.hardware
-        per_second = efficiency * setting.num_devices
-        flops_rate = per_second * hardware.peak(shape.dtype)
-        byte_rate = per_second * hardware.memory_bandwidth
-        head = shape.params("embedding" if shape.tied else "head")
-        # Differences of the roofline itself, so that there is one set of formulas.
-        idle = bound(setting, [Row(0, 0)])
-        resident = bound(setting, [Row(0, 1)])
-        token = bound(setting, [Row(1, 1, samples=False)])
-        self._flops_per_token = 2 * (shape.params("projections") + shape.params("mlp")) / flops_rate
-        self._flops_per_row = 2 * head / flops_rate
-        self._flops_per_pair = 4 * shape.num_layers * shape.num_q_heads * shape.head_dim / flops_rate
-        self._bytes_weights = idle.bytes / byte_rate
-        self._bytes_resident = (resident.bytes - idle.bytes) / byte_rate
-        without_head = bound(setting, [Row(0, 1, samples=False)])
-        self._bytes_token = (token.bytes - without_head.bytes) / byte_rate
+        hardware, per_second = setting.hardware, efficiency * setting.num_devices
+        self._flops_rate = per_second * hardware.peak(setting.shape.dtype)
+        self._byte_rate = per_second * hardware.memory_bandwidth
+        self._cost = step_cost(setting.shape, setting.kv_dtype, setting.quantize, setting.kv_copies)
         self._interconnect = interconnect_time(setting, 1) / efficiency
         self._overhead = overhead_s
 
     def __call__(self, num_tokens: int, num_rows: int, pairs: int, resident: int) -> float:
         """Of a step of so many tokens and rows (padding included) whose tokens attend to `pairs` positions in all,
         and whose rows have `resident` tokens in their pages."""
-        compute = (
-            num_tokens * self._flops_per_token + num_rows * self._flops_per_row + pairs * self._flops_per_pair
-        )
-        memory = self._bytes_weights + resident * self._bytes_resident + num_tokens * self._bytes_token
+        work = Work(1, num_tokens, num_rows, pairs, resident)
+        compute, memory = self._cost.flops(work) / self._flops_rate, self._cost.bytes(work) / self._byte_rate
         return max(compute, memory) + num_tokens * self._interconnect + self._overhead
 
 
