@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-from checkpoints.gguf import open_checkpoint as open_gguf
 from checkpoints.huggingface import open_checkpoint as open_huggingface
 from checkpoints.loading import (
     Checkpoint,
@@ -31,4 +30,8 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         raise CheckpointError(f"{path} does not exist; give a .gguf file or a folder with config.json")
     if path.suffix != ".gguf":
         raise CheckpointError(f"{path} is neither a .gguf file nor a folder with config.json and safetensors")
+    try:
+        from checkpoints.gguf import open_checkpoint as open_gguf  # here: nothing else needs the gguf package
+    except ModuleNotFoundError as error:
+        raise CheckpointError(f"{path} needs the {error.name} package: pip install {error.name}") from error
     return open_gguf(path)

@@ -19,7 +19,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import platformdirs
 from tqdm import tqdm
 
 logger = logging.getLogger(__name__)
@@ -124,7 +123,11 @@ def fetch(name: str, cache_folder: Path | None = None) -> Path:
 
 
 def _model_folder(name: str, cache_folder: Path | None) -> Path:
-    return (cache_folder or platformdirs.user_cache_path("jaxinfer") / "models") / name
+    if cache_folder is None:
+        import platformdirs  # here: device checks run where it is not installed
+
+        cache_folder = platformdirs.user_cache_path("jaxinfer") / "models"
+    return cache_folder / name
 
 
 def _is_present(target: Path, entry: CatalogEntry) -> bool:

@@ -8,10 +8,10 @@ written for. Any other kind or pre-tokenizer is refused by name.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import gguf
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 SPACE = "\u2581"  # SentencePiece's visible space
+NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # in tokenizer.ggml.token_type, SentencePiece's numbers
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -52,7 +52,7 @@ def build(metadata: Mapping[str, Any]) -> Tokenizer:
     tokens = metadata.get("tokenizer.ggml.tokens")
     if kind is None or tokens is None:
         raise ValueError("the GGUF file has no tokenizer (tokenizer.ggml.model and tokenizer.ggml.tokens)")
-    token_types = metadata.get("tokenizer.ggml.token_type") or [gguf.TokenType.NORMAL] * len(tokens)
+    token_types = metadata.get("tokenizer.ggml.token_type") or [NORMAL] * len(tokens)
     if len(token_types) != len(tokens):
         raise ValueError(f"tokenizer.ggml.token_type has {len(token_types)} entries for {len(tokens)} tokens")
     if len(set(tokens)) != len(tokens):
@@ -66,7 +66,7 @@ def build(metadata: Mapping[str, Any]) -> Tokenizer:
         raise ValueError(f"tokenizer.ggml.model {kind!r} is not supported; supported: 'gpt2', 'llama'")
 
     # Both are found in the text before it is cut; only the control tokens are hidden from output.
-    for token_type, special in ((gguf.TokenType.CONTROL, True), (gguf.TokenType.USER_DEFINED, False)):
+    for token_type, special in ((CONTROL, True), (USER_DEFINED, False)):
         added = [
             AddedToken(token, normalized=False, special=special)
             for token, type_ in zip(tokens, token_types, strict=True)
@@ -148,7 +148,7 @@ def _sentencepiece(
     mergeable = {
         token: score
         for token, score, type_ in zip(tokens, scores, token_types, strict=True)
-        if type_ == gguf.TokenType.NORMAL
+        if type_ == NORMAL
     }
     unknown = special_token(metadata, "unknown") or "<unk>"
     tokenizer = Tokenizer(

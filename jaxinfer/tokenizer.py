@@ -10,7 +10,6 @@ from typing import Any
 import tokenizers
 
 from checkpoints import gguf_tokenizer
-from checkpoints.gguf import read_header
 from checkpoints.sentencepiece_model import read_metadata
 from jaxinfer.detokenizer import BYTE_TOKEN, DecoderRules, Detokenizer, decoder_rules
 
@@ -137,6 +136,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         raise FileNotFoundError(f"{path}: no such GGUF file or model directory")
     if path.suffix != ".gguf":
         raise ValueError(f"{path} is neither a .gguf file nor a model directory")
+    from checkpoints.gguf import read_header  # here: nothing else needs the gguf package
+
     try:
         return from_gguf_metadata(read_header(path).metadata)
     except ValueError as error:

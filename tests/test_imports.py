@@ -94,3 +94,25 @@ def test_heavy_packages_stay_out(tmp_path):
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
     assert result.returncode == 0, result.stderr
     assert result.stdout.split() == []
+
+
+WITHOUT_GGUF = """
+import sys
+sys.modules["gguf"] = None
+import checkpoints, jaxinfer.cli, jaxinfer.engine, jaxinfer.llm, jaxinfer.tokenizer
+print(checkpoints.open_checkpoint(sys.argv[1]).kind)
+try:
+    checkpoints.open_checkpoint(sys.argv[2])
+except checkpoints.CheckpointError as error:
+    print(error)
+"""
+
+
+def test_only_gguf_files_need_the_gguf_package(tmp_path):
+    """Accelerator images have no such package; their checkpoints are folders, or random weights."""
+    folder, file = write_hf(tmp_path / "hf", *make_tiny("llama_gqa")), tmp_path / "model.gguf"
+    file.write_bytes(b"GGUF")
+    command = [sys.executable, "-c", WITHOUT_GGUF, str(folder), str(file)]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines() == ["huggingface", f"{file} needs the gguf package: pip install gguf"]

@@ -9,6 +9,7 @@ import threading
 import zipfile
 from pathlib import Path
 
+import platformdirs
 import pytest
 
 from checkpoints import fetch as fetching
@@ -191,7 +192,7 @@ def test_concurrent_fetches_all_get_the_file(pip, cache):
 
 
 def test_resolve_knows_names_folders_and_gguf_files(pip, cache, tmp_path, monkeypatch):
-    monkeypatch.setattr(fetching.platformdirs, "user_cache_path", lambda name: cache)
+    monkeypatch.setattr("platformdirs.user_cache_path", lambda name: cache)
     assert resolve("tiny") == cache / "models" / "tiny" / "model.gguf"
     assert resolve(tmp_path) == tmp_path
     (tmp_path / "m.gguf").write_bytes(b"")
@@ -209,7 +210,7 @@ def test_the_real_catalog_is_complete():
 
 def test_the_real_model_is_not_fetched_again(monkeypatch):
     entry = catalog()["smollm2-135m-instruct"]
-    path = fetching.platformdirs.user_cache_path("jaxinfer") / "models" / entry.name / entry.file_name
+    path = platformdirs.user_cache_path("jaxinfer") / "models" / entry.name / entry.file_name
     if not path.is_file():
         pytest.skip("the model was not fetched on this machine")
     monkeypatch.setattr(fetching.subprocess, "Popen", None)

@@ -82,7 +82,7 @@ def test_smollm2_is_as_large_as_planned(monkeypatch, tmp_path):
     monkeypatch.setattr(
         hardware, "measure_cpu", lambda: {"peaks": {"float32": 1e11}, "memory_bandwidth": 1e10}
     )
-    monkeypatch.setattr(hardware.platformdirs, "user_cache_path", lambda name: tmp_path)
+    monkeypatch.setattr("platformdirs.user_cache_path", lambda name: tmp_path)
     plan = make_plan(MODEL, hardware="cpu", context=512, batch=4)
     buckets = Buckets(prefill=((512, 4),), decode=(4,), decode_steps=1, max_multi_step_rows=4)
     with LLM(MODEL, max_num_seqs=4, max_model_len=512, decode_steps=1, buckets=buckets) as llm:
