@@ -27,7 +27,7 @@ from jaxinfer.logits_processors import ProcessorArgs
 from jaxinfer.logprobs import PromptPiece
 from jaxinfer.metrics import Metrics, Recording, RowRecord, SequenceRecord, StepRecord, StepTotals, Work
 from jaxinfer.page_allocator import PageAllocator
-from jaxinfer.request import MAX_LOGPROB_ENTRIES, Request, RequestMetrics, Sequence
+from jaxinfer.request import MAX_ARRAY_ENTRIES, MAX_LOGPROB_ENTRIES, Request, RequestMetrics, Sequence
 from jaxinfer.sampling import LogitsProcessor, LogprobsMode, SampleOutput, SamplingBatch, SamplingRow, Variant
 from jaxinfer.scheduler import ScheduledStep, Scheduler, SchedulerConfig, SchedulerStats
 from jaxinfer.step import NUM_END_IDS, Buckets, DecodeLimits, Program, Programs, example_arguments
@@ -165,12 +165,11 @@ class Engine:
         )
         row = SamplingRow(params, request.seed, 0, len(request.prompt_token_ids), tuple(sorted(ends)), words)
         if self.config.strict_compile and self.programs.warm:
-            self._check_declared(row)
+            self._check_declared(row, request)
         sequences = self.scheduler.add(request)
         self._processor_args.learn(params.extra_args or {})
         for seq in sequences:
-            if seq.scores_prompt:
-                seq.prompt_logprobs = [None] * min(request.score_from, seq.num_prompt_tokens)
+            logprobs.begin(seq)
             seq.metrics = RequestMetrics(arrival_time=request.arrival_time)
             self._unfinished[seq] = row._replace(sample_index=seq.index)
         return sequences
@@ -186,24 +185,29 @@ class Engine:
         most = (
             self.config.scheduler.max_model_len - prompt if params.max_tokens is None else params.max_tokens
         )
-        for name, tokens in (("logprobs", params.n * most), ("prompt_logprobs", prompt)):
-            if getattr(params, name) == -1 and tokens * vocab > MAX_LOGPROB_ENTRIES:
+        limit = MAX_LOGPROB_ENTRIES if request.arrays is None else MAX_ARRAY_ENTRIES
+        for name, k, tokens in (
+            ("logprobs", request.num_logprobs, params.n * most),
+            ("prompt_logprobs", request.num_prompt_logprobs, prompt),
+        ):
+            entries = vocab if k == -1 else k or 0
+            if (k == -1 or request.arrays is not None) and tokens * entries > limit:
                 raise ValueError(
-                    f"{name}=-1 asks for {tokens} tokens x {vocab} entries; at most {MAX_LOGPROB_ENTRIES} are "
+                    f"{name}={k} asks for {tokens} tokens x {entries} entries; at most {limit} are "
                     "allowed: use logprob_token_ids, fewer tokens, or at most 20 entries per token"
                 )
 
-    def _check_declared(self, row: SamplingRow) -> None:
+    def _check_declared(self, row: SamplingRow, request: Request) -> None:
         """Refuses, before it disturbs others, a request whose programs are none of those of the warm-up."""
         params, buckets, vocab = row.params, self.config.buckets, self.model_config.vocab_size
+        scored = request.num_prompt_logprobs
         variant = sampling.variant_of([row])
         needs = {
             f"sampling variant {variant!r} (compiled: {list(buckets.variants)})": variant
             not in buckets.variants,
-            "logprobs": params.wants_logprobs,
-            f"prompt_logprobs={params.prompt_logprobs} (compiled: {list(buckets.prompt_logprobs)})": (
-                params.prompt_logprobs is not None
-                and logprobs.width([params.prompt_logprobs], vocab) not in buckets.prompt_logprobs
+            "logprobs": request.num_logprobs is not None,
+            f"prompt_logprobs={scored} (compiled: {list(buckets.prompt_logprobs)})": (
+                scored is not None and logprobs.width([scored], vocab) not in buckets.prompt_logprobs
             ),
             "extra_args that are not in logits_processor_args": not self._processor_args.knows(
                 params.extra_args or {}
@@ -224,9 +228,7 @@ class Engine:
     def finish(self, seq: Sequence, reason: str, stop_reason: Any, num_output_tokens: int) -> None:
         """Ends a sequence from outside (a stop string), keeping its first `num_output_tokens` tokens."""
         self.scheduler.finish(seq, reason, stop_reason, num_output_tokens)
-        del seq.logprobs[num_output_tokens:]
-        # The chosen token is the first entry of its place.
-        seq.cumulative_logprob = sum((next(iter(e.values())).logprob for e in seq.logprobs), 0.0)
+        logprobs.truncate(seq, num_output_tokens)
         self._settle(seq, self.clock())
 
     def abort(self, request_id: str) -> list[Sequence]:
@@ -399,7 +401,7 @@ class Engine:
             options, batch = self._sampling_batch(known, num_rows, sampling.variant_of(known))
             self._sampling_key, self._sampling = (seqs, num_rows), (options, jax.device_put(batch))
         options, on_device = self._sampling
-        wanted = [seq.params.logprobs or 0 for seq in seqs if seq.params.wants_logprobs]
+        wanted = [k for seq in seqs if (k := seq.request.num_logprobs) is not None]
         num_logprobs = logprobs.width(wanted, self.model_config.vocab_size) if wanted else None
         program = Program(
             kind, num_tokens, num_rows, scheduled.num_steps, num_logprobs=num_logprobs, **options
@@ -459,7 +461,7 @@ class Engine:
                 metrics.last_token_time = now
                 metrics.token_times.append(now)
                 metrics.num_output_tokens = seq.num_output_tokens
-                if seq.params.wants_logprobs:
+                if seq.request.num_logprobs is not None:
                     logprobs.take_logprobs(seq, host, b, count)
             if seq.finished:
                 self._settle(seq, now)

@@ -26,7 +26,7 @@ from jaxinfer.planner.shape import ModelShape
 from jaxinfer.planner.utilization import Utilization, utilization
 from jaxinfer.prompts import Prompt
 from jaxinfer.records import Record
-from jaxinfer.request import Loglikelihood, Request, RequestOutput, SamplingParams
+from jaxinfer.request import Loglikelihood, Request, RequestOutput, SamplingParams, TopK
 from jaxinfer.request_loop import Outputs, RequestLoop
 from jaxinfer.sampling import LogitsProcessor, LogprobsMode
 from jaxinfer.scheduler import SchedulerConfig
@@ -366,7 +366,7 @@ class LLM:
         """Ends a request with finish_reason "abort"; nothing happens if it has ended."""
         self._loop.abort(request_id)
 
-    def _submit_chat(self, messages, sampling_params, template_options) -> list[Record]:
+    def _submit_chat(self, messages, sampling_params, template_options, arrays=None) -> list[Record]:
         if self.tokenizer is None:
             raise ValueError("chat needs a tokenizer, and this LLM has none; give LLM(tokenizer=...)")
         tokenizer = self.tokenizer
@@ -376,13 +376,14 @@ class LLM:
             ids = chat.render(tokenizer, conversation, **template_options)
             return tokenizer.decode(ids, skip_special_tokens=False), ids
 
-        return self._submit_all(conversations, render, sampling_params, None)
+        return self._submit_all(conversations, render, sampling_params, None, arrays)
 
-    def _submit(self, prompts, sampling_params, priority) -> list[Record]:
+    def _submit(self, prompts, sampling_params, priority, arrays=None) -> list[Record]:
         many = [prompts] if prompts_.is_single(prompts) else list(prompts)
-        return self._submit_all(many, partial(prompts_.tokenize, self.tokenizer), sampling_params, priority)
+        tokenize = partial(prompts_.tokenize, self.tokenizer)
+        return self._submit_all(many, tokenize, sampling_params, priority, arrays)
 
-    def _submit_all(self, prompts, tokenize, sampling_params, priority) -> list[Record]:
+    def _submit_all(self, prompts, tokenize, sampling_params, priority, arrays) -> list[Record]:
         if sampling_params is None and not self._said_defaults:
             self._said_defaults = True
             logger.warning(
@@ -400,14 +401,20 @@ class LLM:
         try:
             with self._loop.lock:
                 for each in zip(prompts, params, priorities, strict=True):
-                    records.append(self._add(*each, tokenize))
+                    records.append(self._add(*each, tokenize, arrays=arrays))
         except BaseException:  # Ctrl-C too: nobody will read those that are queued
             self._loop.leave(records)
             raise
         return records
 
     def _add(
-        self, prompt: Any, params: SamplingParams, priority: int, tokenize: Any, score_from: int = 1
+        self,
+        prompt: Any,
+        params: SamplingParams,
+        priority: int,
+        tokenize: Any,
+        score_from: int = 1,
+        arrays: TopK | None = None,
     ) -> Record:
         """Queues one prompt. What is wrong with it is kept in the record's `error`."""
         number = next(self._ids)
@@ -434,6 +441,7 @@ class LLM:
                 seed=_hash64(self._seed, number) if params.seed is None else params.seed,
                 prompt=record.prompt,
                 score_from=score_from,
+                arrays=arrays,
             )
             self._loop.add(record, request)
         except (ValueError, TypeError, NotImplementedError) as error:

@@ -4,6 +4,7 @@ A prompt is scored from the hidden states of its prefill steps, `SCORE_POSITIONS
 about the token at p + 1, so the first token of a chunk is scored by the last of the chunk before.
 """
 
+import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxinfer.logprob_arrays import LogprobArrays, TokenLogprobs
 from jaxinfer.request import MAX_LOGPROBS, Logprob, Sequence
 from jaxinfer.sampling import SampleOutput
 from jaxinfer.scheduler import ScheduledRow, ScheduledStep
@@ -27,8 +29,32 @@ class PromptPiece:
 
 def width(wanted: Iterable[int], vocab_size: int) -> int:
     """How many alternatives a program returns for rows that want so many (-1: all). Few values, few programs."""
-    most = min(vocab_size, MAX_LOGPROBS)
-    return max((vocab_size if k == -1 else most if k else 0 for k in wanted), default=0)
+
+    def one(k: int) -> int:
+        return vocab_size if k == -1 else min(vocab_size, max(k, MAX_LOGPROBS)) if k else 0
+
+    return max(map(one, wanted), default=0)
+
+
+def begin(seq: Sequence) -> None:
+    """Makes the places that the logprobs of a new sequence will be put in."""
+    arrays, start = seq.request.arrays, min(seq.request.score_from, seq.num_prompt_tokens)
+    if arrays is not None and arrays.output is not None:
+        seq.logprobs = LogprobArrays(0, arrays.output)
+    if seq.scores_prompt:
+        as_arrays = arrays is not None and arrays.prompt is not None
+        seq.prompt_logprobs = LogprobArrays(start, arrays.prompt) if as_arrays else [None] * start
+
+
+def truncate(seq: Sequence, num_output_tokens: int) -> None:
+    """Keeps the logprobs of the first tokens of the output."""
+    if isinstance(seq.logprobs, LogprobArrays):
+        seq.logprobs.truncate(num_output_tokens)
+        seq.cumulative_logprob = float(seq.logprobs.arrays().logprobs.sum(dtype=float))
+    else:
+        del seq.logprobs[num_output_tokens:]
+        # The chosen token is the first entry of its place.
+        seq.cumulative_logprob = sum((next(iter(e.values())).logprob for e in seq.logprobs), 0.0)
 
 
 def scores_prompt(scheduled: ScheduledStep) -> bool:
@@ -60,7 +86,7 @@ def dispatch_prompt_scores(
     begin = 0
     for row in scheduled.rows:
         for index in _scored(row):
-            places = wanted.setdefault(width([row.seq.params.prompt_logprobs or 0], vocab_size), [])
+            places = wanted.setdefault(width([row.seq.request.num_prompt_logprobs or 0], vocab_size), [])
             places.append((row.seq, index, begin + index - 1 - row.start))
         begin += row.num_tokens
     pieces = []
@@ -79,15 +105,28 @@ def dispatch_prompt_scores(
 
 def take_prompt_scores(piece: PromptPiece, host: SampleOutput) -> None:
     """Appends to `seq.prompt_logprobs`: `host` is the output of `piece`, read from the device."""
-    for b, (seq, index) in enumerate(piece.places):
-        entries = seq.prompt_logprobs
-        if len(entries) == index:  # else it was scored before a preemption
-            entries.append(_entries(host, (b,), seq.token_ids[index], seq.params.prompt_logprobs or 0))
+    for seq, places in itertools.groupby(enumerate(piece.places), key=lambda place: place[1][0]):
+        taken = seq.prompt_logprobs
+        # Those before the end of what is there were scored before a preemption.
+        new = [(b, index) for b, (_, index) in places if index >= len(taken)]
+        if isinstance(taken, LogprobArrays):
+            if new:
+                tokens = [seq.token_ids[index] for _, index in new]
+                taken.extend(_arrays(host, slice(new[0][0], new[-1][0] + 1), tokens, taken.num_top))
+        else:
+            wanted = seq.request.num_prompt_logprobs or 0
+            taken.extend(_entries(host, (b,), seq.token_ids[index], wanted) for b, index in new)
 
 
 def take_logprobs(seq: Sequence, host: SampleOutput, b: int, count: int) -> None:
     """Appends to `seq.logprobs` what row `b` of a step drew: arrays [k, B, ...], its last `count` tokens."""
-    for i, token in enumerate(seq.token_ids[len(seq.token_ids) - count :]):
+    tokens = seq.token_ids[len(seq.token_ids) - count :]
+    if isinstance(seq.logprobs, LogprobArrays):
+        piece = _arrays(host, (slice(count), b), tokens, seq.logprobs.num_top)
+        seq.logprobs.extend(piece)
+        seq.cumulative_logprob += float(piece.logprobs.sum(dtype=float))
+        return
+    for i, token in enumerate(tokens):
         entries = _entries(host, (i, b), token, seq.params.logprobs or 0)
         seq.cumulative_logprob += entries[token].logprob
         labels = seq.params.logprob_token_ids or ()
@@ -96,6 +135,19 @@ def take_logprobs(seq: Sequence, host: SampleOutput, b: int, count: int) -> None
             for label, logprob in zip(labels, host.label_logprobs[i, b], strict=False):
                 entries.setdefault(label, Logprob(float(logprob)))
         seq.logprobs.append(entries)
+
+
+def _arrays(host: SampleOutput, at: Any, tokens: list[int], num_top: int) -> TokenLogprobs:
+    """Copies, so that the rest of a step's arrays can go."""
+    assert host.logprob is not None and host.rank is not None
+    assert host.top_ids is not None and host.top_logprobs is not None
+    return TokenLogprobs(
+        np.array(tokens, np.int32),
+        np.array(host.logprob[at]),
+        np.array(host.rank[at]),
+        np.array(host.top_ids[at][:, :num_top]),
+        np.array(host.top_logprobs[at][:, :num_top]),
+    )
 
 
 def _entries(host: SampleOutput, at: tuple[int, ...], token: int, wanted: int) -> dict[int, Logprob]:

@@ -1,5 +1,6 @@
 """One request of a user on its way through the engine: token ids become text, entries get their names."""
 
+import copy
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -75,23 +76,24 @@ class Record:
 
     def output(self) -> RequestOutput:
         for seq in self.sequences:
-            self._name_tokens(seq.logprobs)
-            self._name_tokens(seq.prompt_logprobs)
+            for entries in (seq.logprobs, seq.prompt_logprobs):
+                if isinstance(entries, list):
+                    self._name_tokens(entries)
         first = self.sequences[0] if self.sequences else None
         metrics = [seq.metrics for seq in self.sequences if seq.metrics is not None]
-        scored = first is not None and first.params.prompt_logprobs is not None
+        scored = first is not None and first.request.num_prompt_logprobs is not None
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
             prompt_token_ids=self.prompt_token_ids,
-            prompt_logprobs=list(first.prompt_logprobs) if first is not None and scored else None,
+            prompt_logprobs=copy.copy(first.prompt_logprobs) if first is not None and scored else None,
             outputs=[
                 CompletionOutput(
                     index=seq.index,
                     text=text,
                     token_ids=seq.output_token_ids,
-                    cumulative_logprob=seq.cumulative_logprob if seq.params.wants_logprobs else None,
-                    logprobs=list(seq.logprobs) if seq.params.wants_logprobs else None,
+                    cumulative_logprob=None if seq.request.num_logprobs is None else seq.cumulative_logprob,
+                    logprobs=None if seq.request.num_logprobs is None else copy.copy(seq.logprobs),
                     finish_reason=seq.finish_reason,
                     stop_reason=seq.stop_reason,
                 )

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 MAX_N = 1024
 MAX_LOGPROBS = 20
 MAX_LOGPROB_ENTRIES = 2**22  # that one request may ask for in all: about 1 GiB of host memory
+MAX_ARRAY_ENTRIES = 2**27  # likewise, where they come as arrays
 MAX_LABEL_IDS = 128  # stop_token_ids and logprob_token_ids
 MAX_BIAS_ENTRIES = 1024  # logit_bias and bad_words
 MAX_STOP_STRINGS = 64
@@ -217,6 +218,13 @@ def _logit_bias(bias: Any) -> dict[int, float]:
     return result
 
 
+class TopK(NamedTuple):
+    """Logprobs as arrays (`LogprobArrays`), with so many of the best tokens at each; None: none."""
+
+    prompt: int | None
+    output: int | None
+
+
 @dataclass(frozen=True)
 class Request:
     """What the user sent, resolved by the engine: token ids, the model's united end ids, a definite seed."""
@@ -233,12 +241,25 @@ class Request:
     cache_salt: str = (
         ""  # whatever else changes K/V for this request (adapter name): its pages are shared only within it
     )
+    arrays: TopK | None = None  # logprobs in this form, instead of what params.*logprobs ask for
 
     def __post_init__(self) -> None:
         if not self.prompt_token_ids:
             raise ValueError(
                 f"request {self.request_id}: the prompt has no tokens; give at least one (BOS will do)"
             )
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """Alternatives of each prompt token (-1: all); None: no logprobs."""
+        return self.params.prompt_logprobs if self.arrays is None else self.arrays.prompt
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Likewise of output tokens."""
+        if self.arrays is not None:
+            return self.arrays.output
+        return (self.params.logprobs or 0) if self.params.wants_logprobs else None
 
 
 @dataclass
@@ -325,8 +346,8 @@ class Sequence:
     stop_reason: int | str | None = None  # the stop id or stop string; None for an end id of the model
     # Filled by the engine:
     metrics: RequestMetrics | None = None
-    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
-    prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=list)
+    logprobs: "list[dict[int, Logprob]] | LogprobArrays" = field(default_factory=list)
+    prompt_logprobs: "list[dict[int, Logprob] | None] | LogprobArrays" = field(default_factory=list)
     cumulative_logprob: float = 0.0
 
     def __post_init__(self) -> None:
@@ -340,7 +361,9 @@ class Sequence:
     @property
     def scores_prompt(self) -> bool:
         """Whether its prefill is to find the logprobs of the prompt: the first sample's, once."""
-        return self.params.prompt_logprobs is not None and self.index == 0 and self.num_output_tokens == 0
+        return (
+            self.request.num_prompt_logprobs is not None and self.index == 0 and self.num_output_tokens == 0
+        )
 
     @property
     def num_tokens(self) -> int:
@@ -397,7 +420,7 @@ class CompletionOutput:
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None = None
-    logprobs: list[dict[int, Logprob]] | None = None  # one dict per output token
+    logprobs: "list[dict[int, Logprob]] | LogprobArrays | None" = None  # one dict per output token
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
@@ -407,7 +430,7 @@ class RequestOutput:
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
-    prompt_logprobs: list[dict[int, Logprob] | None] | None  # entry 0 is None
+    prompt_logprobs: "list[dict[int, Logprob] | None] | LogprobArrays | None"  # entry 0 is None
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics | None = None

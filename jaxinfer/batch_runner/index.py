@@ -26,16 +26,21 @@ class Index:
         try:
             self._db.execute("INSERT INTO ids VALUES (?, ?, NULL)", (_digest(key), line))
         except sqlite3.IntegrityError:
-            return self._db.execute("SELECT line FROM ids WHERE id = ?", (_digest(key),)).fetchone()[0]
+            return self.line(key)
         return None
 
     def __contains__(self, key: str) -> bool:
-        return self._db.execute("SELECT 1 FROM ids WHERE id = ?", (_digest(key),)).fetchone() is not None
+        return self.line(key) is not None
 
     def claim(self, key: str, offset: int) -> bool:
         """Notes that the result of an id stands at byte `offset`. False if another offset has it."""
         self._db.execute("UPDATE ids SET offset = ? WHERE id = ? AND offset IS NULL", (offset, _digest(key)))
         return self.offset(key) == offset
+
+    def line(self, key: str) -> int | None:
+        """Which line has an id, None if none has."""
+        row = self._db.execute("SELECT line FROM ids WHERE id = ?", (_digest(key),)).fetchone()
+        return None if row is None else row[0]
 
     def offset(self, key: str) -> int | None:
         """Where the result of an id stands in the output, None while there is none."""

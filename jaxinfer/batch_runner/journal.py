@@ -6,7 +6,7 @@ import json
 import os
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -36,6 +36,16 @@ class Journal:
         self._closing = threading.Event()
         self._syncer = threading.Thread(target=self._sync_often, daemon=True)
         self._syncer.start()
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file; the next line begins there."""
+        return self._size
+
+    def clear(self) -> None:
+        """Empties the file."""
+        os.ftruncate(self._fd, 0)
+        self._size = 0
 
     def append(self, line: bytes) -> None:
         """Adds one line, its newline included. Raises JournalError, the file ending with a whole line."""
@@ -111,12 +121,14 @@ def load_record(line: bytes) -> dict[str, Any] | None:
     return record if is_record else None
 
 
-def recover(path: Path, index: Index) -> int:
+def recover(
+    path: Path, index: Index, is_whole: Callable[[dict[str, Any]], bool] = lambda record: True
+) -> int:
     """Makes the output of an interrupted job ready to go on; returns how many results it holds.
 
     Keeps the first good result of each id, and notes in `index` where it stands. Everything else is to be
-    done again and is taken out: failures, damaged lines, a torn last one. Raises JournalError if there is a
-    result for an id that the job does not have.
+    done again and is taken out: failures, damaged lines, a torn last one, and results of which `is_whole` says
+    that a part is missing elsewhere. Raises JournalError if there is a result for an id that the job does not have.
     """
     if not path.exists():
         return 0
@@ -128,7 +140,7 @@ def recover(path: Path, index: Index) -> int:
             key = record and record["error"] is None and record["custom_id"]
             if key and key not in index:
                 raise JournalError(f"{path} has a result for {key!r}, which is not in the input")
-            if key and index.claim(key, offset):
+            if key and record and is_whole(record) and index.claim(key, offset):
                 num_done += 1
             else:
                 num_dropped += 1
@@ -186,6 +198,10 @@ def locked(path: Path) -> Iterator[None]:
         except BlockingIOError:
             file.seek(0)
             raise JournalError(f"process {file.read().strip() or '?'} is writing {path} now") from None
+        except OSError as error:
+            raise JournalError(
+                f"cannot lock {name}: {error.strerror}; write to a disk that has locks"
+            ) from None
         file.truncate(0)
         file.write(f"{os.getpid()}\n")
         file.flush()

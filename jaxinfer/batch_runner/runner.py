@@ -10,13 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from jaxinfer.batch_runner import inputs, manifest, responses
+from jaxinfer.batch_runner import dumps, inputs, manifest
 from jaxinfer.batch_runner.index import Index
 from jaxinfer.batch_runner.inputs import BadLine, Value
-from jaxinfer.batch_runner.journal import Journal, JournalError, load_record, locked, recover, sort_by_line
+from jaxinfer.batch_runner.journal import JournalError, locked, recover, sort_by_line
+from jaxinfer.batch_runner.ordered import END, absorb, early_path, last_in_order
 from jaxinfer.batch_runner.progress import Progress, Totals
+from jaxinfer.batch_runner.results import Results
 from jaxinfer.batch_runner.tasks import hash64, parse
-from jaxinfer.request import SamplingParams
+from jaxinfer.request import SamplingParams, TopK
 
 if TYPE_CHECKING:
     from jaxinfer.llm import LLM
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Job:
-    """What to do. Nothing of it but `max_failures`, `resume` and `overwrite` may change when a job goes on."""
+    """What to do. Only `ordered`, `max_failures`, `resume` and `overwrite` may change when a job goes on."""
 
     input: Path
     output: Path
@@ -36,7 +38,8 @@ class Job:
     as_chat: bool = False  # each text of it is a message to answer
     errors: Path | None = None  # failed lines go here instead of into the output
     shard: tuple[int, int] = (1, 1)  # (i, n): the i-th of n parts, 1 to n
-    ordered: bool = False  # sort the finished output by input line
+    ordered: bool = False  # results in the order of the input
+    dump: TopK | None = None  # alternatives of each token of prompts and outputs, as arrays beside the output
     max_failures: int | None = None
     resume: bool = False  # refuse to begin anew
     overwrite: bool = False  # refuse to go on
@@ -60,17 +63,20 @@ def run(
       ValueError: the input cannot be read, or has an id twice.
       JournalError: the output cannot be written, belongs to another job or process, or has too many failures.
     """
+    if job.output.is_symlink():  # files are replaced, which would put a link to another disk out of use
+        job = dataclasses.replace(job, output=job.output.resolve())
     _check_paths(job)
     with locked(job.output):
         asked = _asked(job)
         begun = _begin(job, asked) or {"asked": asked, "engine": None, "created": int(time.time())}
         index = Index()
         totals.num_lines = _survey(job, index)
-        totals.num_before = recover(job.output, index)
+        totals.num_before = _recover(job, index)
         if job.errors is not None:
             job.errors.unlink(missing_ok=True)  # whatever failed is done again
         if totals.num_left and not interrupted():
             with open_llm() as llm:
+                _check_dump(job, llm)
                 facts = manifest.engine_facts(llm)
                 if begun["engine"] is not None:
                     manifest.check_same(job.output, begun["engine"], facts)
@@ -80,7 +86,7 @@ def run(
         index.close()
         if not totals.num_left:
             job.output.touch()  # of an empty shard
-            if job.ordered and not _in_order(job.output):
+            if job.ordered and last_in_order(job.output) is None:  # it was not ordered when it was done
                 sort_by_line([job.output], job.output)
             manifest.save(job.output, begun | {"finished": True})
 
@@ -110,6 +116,7 @@ def _asked(job: Job) -> dict[str, Any]:
         "model_hash": job.model_hash,
         "sampling": dataclasses.asdict(job.defaults),
         "seed": job.seed,
+        "dump": None if job.dump is None else job.dump._asdict(),
         "versions": manifest.versions(),
     }
     return json.loads(json.dumps(facts))
@@ -119,9 +126,9 @@ def _begin(job: Job, asked: dict[str, Any]) -> dict[str, Any] | None:
     """The manifest of the job that goes on, None if it begins now."""
     outputs = [path for path in (job.output, job.errors) if path is not None]
     if job.overwrite:
-        for path in outputs:
+        for path in (*outputs, manifest.path_of(job.output), early_path(job.output)):
             path.unlink(missing_ok=True)
-        manifest.path_of(job.output).unlink(missing_ok=True)
+        dumps.delete_other_shards(job.output, set())
         return None
     begun = manifest.load(job.output)
     if begun is not None:
@@ -132,7 +139,24 @@ def _begin(job: Job, asked: dict[str, Any]) -> dict[str, Any] | None:
     for path in outputs:
         if path.exists() and path.stat().st_size:
             raise JournalError(f"{path} exists and is of no batch job; choose another output, or --overwrite")
+    for path in (early_path(job.output), dumps.folder_of(job.output)):
+        if path.exists():
+            raise JournalError(f"{path} is left of another job; choose another output, or --overwrite")
     return None
+
+
+def _recover(job: Job, index: Index) -> int:
+    """Makes the files of an interrupted job ready to go on; returns how many results they hold."""
+    if job.dump is None:
+        return recover(job.output, index) + absorb(job.output, index)
+    whole = dumps.whole_shards(job.output, (job.output, early_path(job.output)))
+
+    def is_whole(record: dict[str, Any]) -> bool:
+        return record.get("dump", {}).get("file") in whole
+
+    count = recover(job.output, index, is_whole) + absorb(job.output, index, is_whole)
+    dumps.delete_other_shards(job.output, whole)
+    return count
 
 
 def _survey(job: Job, index: Index) -> int:
@@ -154,15 +178,26 @@ def _survey(job: Job, index: Index) -> int:
     return count
 
 
+def _check_dump(job: Job, llm: "LLM") -> None:
+    most, vocab = max(job.dump or (), key=lambda k: k or 0, default=None), llm.config.vocab_size
+    if most is not None and most > vocab:
+        raise ValueError(f"a dump of {most} tokens at each place is over the vocabulary of {vocab}")
+
+
 def _is_mine(job: Job, key: str) -> bool:
     part, num_parts = job.shard
     return hash64(0, key) % num_parts == part - 1
 
 
 def _left(job: Job, index: Index) -> Iterator[tuple[int, str, Value]]:
-    """(line number, key, value) of each line of the shard that has no result yet."""
+    """(line number, key, value) of each line of the shard that has no result yet.
+
+    Raises JournalError if the input is not what it was when its ids were read.
+    """
     for number, value in inputs.read(job.input, job.prompt_column, job.as_chat):
         key = inputs.key_of(value, number)
+        if index.line(key) != number:
+            raise JournalError(f"{job.input} was changed at line {number} while the job ran; begin anew")
         if _is_mine(job, key) and index.offset(key) is None:
             yield number, key, value
 
@@ -176,64 +211,42 @@ def _work(
     interrupted: Callable[[], Any],
     stream: TextIO | None,
 ) -> None:
+    from jaxinfer import metrics
     from jaxinfer.batch_runner.window import Window  # only now is jax needed
 
-    window = Window(llm)
-    progress = Progress(totals, llm.stats, lambda: window.num_output_tokens, stream)
     lines = _left(job, index)
+    line = next(lines, None)
+    window = Window(llm, job.dump)
+    progress = Progress(totals, llm.stats, lambda: window.num_output_tokens, stream)
     compiled_before = llm.stats().compile_seconds
     with contextlib.ExitStack() as stack:
-        output = stack.enter_context(Journal(job.output))
-        errors = output if job.errors is None else stack.enter_context(Journal(job.errors))
-
-        def fail(number: int, key: str, code: str, message: str) -> None:
-            errors.append(responses.line_of(responses.failure(key, number, code, message)))
-            totals.fail(number, code, message)
-            if job.max_failures is not None and totals.num_failed > job.max_failures:
-                raise JournalError(
-                    f"more than {job.max_failures} lines failed, the last one: line {number}: {message}"
-                )
-
-        def submit(number: int, key: str, value: Value) -> None:
-            try:
-                task = parse(value, number, job.defaults, job.seed)
-            except BadLine as error:
-                return fail(number, key, error.code, str(error))
-            refusal = window.add(task)
-            if refusal is not None:
-                return fail(number, key, "refused", refusal)
-            totals.inert.update(task.inert)
-
-        more = True
+        results = stack.enter_context(Results(job, llm, totals, created, END if line is None else line[0]))
         try:
-            while (more or len(window)) and not interrupted():
-                if more and window.has_room:
+            while (line is not None or len(window)) and not interrupted():
+                # While results are held back, what is under way comes to its end first.
+                if line is not None and window.has_room and not (results.full and len(window)):
+                    number, key, value = line
+                    results.expect(number)
+                    try:
+                        task = parse(value, number, job.defaults, job.seed)
+                        refusal = window.add(task)
+                        if refusal is not None:
+                            raise BadLine("refused", refusal)
+                        totals.inert.update(task.inert)
+                    except BadLine as error:
+                        results.fail(number, key, error.code, str(error))
                     line = next(lines, None)
-                    if line is None:
-                        more = False
-                    else:
-                        submit(*line)
                 else:
                     for task, answer in window.step():
-                        record = responses.success(
-                            task, answer, llm.tokenizer, model=job.model, created=created
-                        )
-                        output.append(responses.line_of(record))
-                        totals.take(answer)
+                        results.add(task, answer)
+                results.write(rest=results.full and not len(window))
                 progress.tick()
+            results.write(rest=True)
+            if line is None and not len(window):
+                results.end()
         finally:
             window.abort()
             progress.close()
-            totals.compile_seconds = llm.stats().compile_seconds - compiled_before
-
-
-def _in_order(path: Path) -> bool:
-    last = 0
-    with path.open("rb") as file:
-        for line in file:
-            record = load_record(line)
-            number = record["line"] if record is not None else 0
-            if number < last:
-                return False
-            last = number
-    return True
+            stats = llm.stats()
+            totals.compile_seconds = stats.compile_seconds - compiled_before
+            totals.engine = metrics.to_json(stats)

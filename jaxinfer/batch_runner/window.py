@@ -6,17 +6,20 @@ time, and is the only place of the batch runner that reaches into the LLM.
 
 from typing import Any
 
+from jaxinfer.batch_runner import dumps
 from jaxinfer.batch_runner.tasks import CHAT, Task
 from jaxinfer.llm import LLM
 from jaxinfer.prompts import encode_pair
-from jaxinfer.request import RequestOutput
+from jaxinfer.request import RequestOutput, TopK
 
 ROWS_WAITING = 1  # per running row: enough that a row never waits for a line to be read
 
 
 class Window:
-    def __init__(self, llm: LLM) -> None:
-        self._llm = llm
+    """With `dump`, outputs have that many alternatives of every token, as arrays."""
+
+    def __init__(self, llm: LLM, dump: TopK | None = None) -> None:
+        self._llm, self._dump = llm, dump
         self._under_way: dict[Any, Task] = {}  # the LLM's record of a request -> task
         self._num_samples = 0
         self._limit = (1 + ROWS_WAITING) * llm.engine.config.scheduler.max_num_seqs
@@ -35,15 +38,20 @@ class Window:
 
     def add(self, task: Task) -> str | None:
         """Submits a task. Returns why it cannot run, None if it is under way."""
+        arrays = None
+        if self._dump is not None:
+            if task.params.logprob_token_ids:
+                return "logprob_token_ids are not reported by a job with a dump; leave them out"
+            arrays = dumps.widths(self._dump, task.params, self._llm.config.vocab_size)
         try:
             if task.url == CHAT:
-                (record,) = self._llm._submit_chat(task.prompt, task.params, task.template_options)
+                (record,) = self._llm._submit_chat(task.prompt, task.params, task.template_options, arrays)
             elif task.continuation is not None:
                 before, after = encode_pair(self._llm.tokenizer, task.prompt, task.continuation)  # type: ignore[arg-type]
                 ids = before + after
-                record = self._llm._add(ids, task.params, 0, lambda ids: (None, ids), score_from=len(before))
+                record = self._llm._add(ids, task.params, 0, lambda ids: (None, ids), len(before), arrays)
             else:
-                (record,) = self._llm._submit([task.prompt], task.params, None)
+                (record,) = self._llm._submit([task.prompt], task.params, None, arrays)
         except (ValueError, TypeError) as error:
             return str(error)
         if record.error is not None:

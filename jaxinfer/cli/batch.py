@@ -1,5 +1,6 @@
 """`jaxinfer batch`: a file of requests, a file of results, and everything between that can go wrong."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,6 +18,7 @@ from jaxinfer.cli.options import (
     sampling_params,
     without,
 )
+from jaxinfer.request import SamplingParams, TopK
 
 if TYPE_CHECKING:
     from jaxinfer.batch_runner.progress import Totals
@@ -38,7 +40,19 @@ AsChat = Annotated[
 Shard = Annotated[
     str, typer.Option(help="Do part i of n, from 1/n to n/n; then jaxinfer merge.", metavar="i/n")
 ]
-Ordered = Annotated[bool, typer.Option("--ordered", help="Sort OUT by input line when all is done.")]
+Ordered = Annotated[
+    bool, typer.Option("--ordered", help="Write results in the order of the input, not as they finish.")
+]
+DumpTopk = Annotated[
+    int | None,
+    typer.Option(help="Write so many top tokens of each token of prompts and outputs to OUT.dump.", min=1),
+]
+Dump = Annotated[
+    bool,
+    typer.Option(
+        "--dump", help="Write what --logprobs and --prompt-logprobs ask for to OUT.dump, as arrays."
+    ),
+]
 MaxFailures = Annotated[int | None, typer.Option(help="Stop when more lines than this have failed.", min=0)]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on, or fail if there is nothing to go on with.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Delete OUT and begin anew.")]
@@ -65,6 +79,8 @@ def run(
     chat: AsChat = False,
     shard: Shard = "1/1",
     ordered: Ordered = False,
+    dump_topk: DumpTopk = None,
+    dump: Dump = False,
     max_failures: MaxFailures = None,
     resume: Resume = False,
     overwrite: Overwrite = False,
@@ -89,7 +105,7 @@ def run(
     if resume and overwrite:
         raise typer.BadParameter("--resume goes on and --overwrite begins anew; give one of them")
     part = _shard(shard)
-    defaults = sampling_params(options)
+    topk, defaults = _dump(dump_topk, dump, sampling_params(options))
 
     from checkpoints import fetch
     from jaxinfer.batch_runner import runner
@@ -117,6 +133,7 @@ def run(
             errors=errors,
             shard=part,
             ordered=ordered,
+            dump=topk,
             max_failures=max_failures,
             resume=resume,
             overwrite=overwrite,
@@ -139,6 +156,22 @@ def _shard(text: str) -> tuple[int, int]:
     if not (part.isdecimal() and of.isdecimal() and 1 <= int(part) <= int(of)):
         raise typer.BadParameter(f"--shard {text} must be i/n with i from 1 to n")
     return int(part), int(of)
+
+
+def _dump(dump_topk: int | None, dump: bool, defaults: SamplingParams) -> tuple[TopK | None, SamplingParams]:
+    """What is dumped, and what is left for the lines themselves."""
+    if dump_topk is not None:
+        if dump:
+            raise typer.BadParameter("--dump-topk says what is dumped; leave out --dump")
+        return TopK(dump_topk, dump_topk), defaults
+    if not dump:
+        return None, defaults
+    topk = TopK(defaults.prompt_logprobs, defaults.logprobs)
+    if topk == TopK(None, None) or -1 in topk:
+        raise typer.BadParameter(
+            "--dump needs --logprobs or --prompt-logprobs, of 0 to 20; --dump-topk takes more"
+        )
+    return topk, dataclasses.replace(defaults, logprobs=None, prompt_logprobs=None)
 
 
 def _summarize(totals: "Totals", price_per_hour: float | None) -> None:

@@ -418,6 +418,33 @@ def test_files_of_others_are_left_alone(batch, one_llm):
     assert "is used twice" in batch(lines, output="in.jsonl").stderr
 
 
+def test_an_output_on_another_disk_stays_there(batch):
+    """OUT may be a link: what is replaced is the file behind it."""
+    elsewhere = batch.folder / "elsewhere"
+    elsewhere.mkdir()
+    (batch.folder / "out.jsonl").symlink_to(elsewhere / "real.jsonl")
+    lines = [*mixed(6), b"bad"]
+    for _ in range(2):  # the second run takes the failure out first
+        assert batch(lines, "--ordered").exit_code == 1
+    assert (batch.folder / "out.jsonl").is_symlink()
+    assert len(records(elsewhere / "real.jsonl")) == 7
+
+
+def test_an_input_that_grows_meanwhile_is_noticed(batch, monkeypatch):
+    """Else there would be results that the next run finds foreign."""
+    step = Window.step
+
+    def step_and_append(self):
+        with (batch.folder / "in.jsonl").open("a") as file:
+            file.write('\n{"custom_id": "new", "prompt": "?"}')
+        return step(self)
+
+    monkeypatch.setattr(Window, "step", step_and_append)
+    result = batch(mixed(20))
+    assert result.exit_code == 1 and "was changed at line 21 while the job ran" in result.stderr
+    assert len(records(batch.folder / "out.jsonl")) <= 20
+
+
 def test_a_second_process_is_refused(batch, uninterrupted):
     begin(batch, uninterrupted, b"")
     with (batch.folder / "out.jsonl.lock").open("a+") as held:

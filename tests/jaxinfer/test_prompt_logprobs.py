@@ -15,7 +15,7 @@ from engines import (
 )
 from planted import next_logprobs
 
-from jaxinfer.request import Request, SamplingParams, SequenceStatus
+from jaxinfer.request import Request, SamplingParams, SequenceStatus, TopK
 from jaxinfer.step import Buckets, score_program
 
 NAME = "llama_gqa"
@@ -130,6 +130,44 @@ def test_the_first_of_several_samples_has_them():
     drain(engine)
     check(seqs[0].prompt_logprobs, prompt, lambda i: next_logprobs(planted_table(), prompt[i]), 1)
     assert [len(seq.output_token_ids) for seq in seqs] == [4, 4, 4]
+
+
+@pytest.mark.parametrize("budget", [5, 32])
+def test_arrays_hold_what_dicts_hold(budget):
+    """More alternatives than a request may name; in chunks, cut short as by a stop string, beside other rows."""
+    engine = make_engine("planted", budget=budget, partial=2)
+    prompt, table = [3, 9, 4, 40] * 5, planted_table()
+    wanted = TopK(30, 25)
+    [seq] = engine.add(Request("arrays", tuple(prompt), greedy_params(9), arrays=wanted))
+    [tail] = engine.add(Request("tail", tuple(prompt), greedy_params(0), arrays=wanted, score_from=7))
+    [[plain]] = submit(engine, (prompt, scored(9, 20)))
+    while seq.num_output_tokens < 7:
+        engine.step()
+    engine.finish(seq, "stop", "x", 5)
+    drain(engine)
+    check(seq.prompt_logprobs, prompt, lambda i: next_logprobs(table, prompt[i]), 30)
+    check(tail.prompt_logprobs[6:], prompt[6:], lambda i: next_logprobs(table, prompt[6 + i]), 30)
+    assert tail.prompt_logprobs[:7] == [None] * 7 and len(tail.logprobs) == 0
+    assert seq.output_token_ids == plain.output_token_ids[:5]
+    last = [prompt[-1], *seq.output_token_ids]
+    check([None, *seq.logprobs], last, lambda i: next_logprobs(table, last[i]), 25)
+    arrays = seq.logprobs.arrays()
+    assert arrays.token_ids.tolist() == seq.output_token_ids and arrays.top_ids.shape == (5, 25)
+    assert seq.cumulative_logprob == pytest.approx(float(arrays.logprobs.sum()), abs=1e-6)
+    narrow = seq.prompt_logprobs.narrow(2)
+    assert len(narrow) == len(prompt) and len(narrow[3]) in (2, 3)
+
+
+def test_arrays_survive_a_preemption():
+    engine = make_engine(NAME, num_pages=15, budget=4, steps=1)
+    submit(engine, (SHORT[:20], greedy_params(60)))
+    for _ in range(6):
+        engine.step()
+    [long] = engine.add(Request("a", tuple(LONG), greedy_params(20), arrays=TopK(20, None)))
+    submit(engine, (SHORT, scored(20, 20)))
+    drain(engine)
+    assert long.num_preemptions
+    check(long.prompt_logprobs, LONG, long_exact, 20)
 
 
 def test_a_whole_vocabulary_is_refused_beyond_the_cap(monkeypatch):
