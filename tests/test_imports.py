@@ -25,7 +25,7 @@ LAYERS = [
     "records loading",
     "request_loop",
     "llm planner batch_runner bench aot",
-    "cli eval_adapter",
+    "cli eval_adapter ray_data",
 ]
 LEVEL = {name: level for level, layer in enumerate(LAYERS) for name in layer.split()}
 PACKAGES = {"jaxinfer", "pallas_kernels", "checkpoints"}
