@@ -7,7 +7,7 @@ OLDEST_JAX := 0.11.2
 EXTRAS := dev
 PIP_INSTALL := -m pip install -qq --disable-pip-version-check
 
-.PHONY: setup model demo test test-slow test-smoke-oldest test-aot-smoke test-aot lint format clean
+.PHONY: setup model demo test test-slow test-smoke-oldest test-ray test-aot-smoke test-aot lint format clean
 
 setup: .venv/installed
 
@@ -27,6 +27,10 @@ test-slow: model
 test-smoke-oldest: model .venv-oldest/installed
 	.venv-oldest/bin/pytest -m smoke
 
+# Two real Ray workers; in a venv of its own, since Ray is large.
+test-ray: .venv-ray/installed
+	.venv-ray/bin/pytest tests/jaxinfer/test_ray_data.py
+
 # Programs and kernels through the real compilers for chips that are not here; in a venv of its own, since an
 # installed compiler changes how jax starts. The second takes hours and writes docs/aot.md.
 test-aot-smoke: model .venv-aot/installed
@@ -45,9 +49,10 @@ format: setup
 	.venv/bin/ruff format .
 
 clean:
-	rm -rf .venv .venv-oldest .venv-aot build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-oldest .venv-ray .venv-aot build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 .venv-oldest/installed: AT_JAX := jax==$(OLDEST_JAX) jaxlib==$(OLDEST_JAX)
+.venv-ray/installed: EXTRAS := dev,ray
 .venv-aot/installed: EXTRAS := dev,aot-tpu,aot-gpu
 
 # A venv is made anew where its pip does not run (none yet, or cut short), and brought up to date after pyproject.toml.
