@@ -12,7 +12,6 @@ from pathlib import Path
 
 import jax
 import jaxlib
-import platformdirs
 from jax.experimental.compilation_cache import compilation_cache
 
 logger = logging.getLogger(__name__)
@@ -20,7 +19,9 @@ logger = logging.getLogger(__name__)
 
 def default_folder() -> Path:
     """The folder used unless another is named: inside the user's cache folder."""
-    parts = [f"jax-{jax.__version__}", f"jaxlib-{jaxlib.__version__}", platform.machine(), _cpu_features()]
+    import platformdirs  # here: device checks run where it is not installed
+
+    parts = [f"jax-{jax.__version__}", f"jaxlib-{jaxlib.__version__}", platform.machine(), cpu_features()]
     return Path(platformdirs.user_cache_dir("jaxinfer")) / "compiled" / "-".join(parts)
 
 
@@ -49,7 +50,7 @@ def enable(folder: str | Path | None) -> Path | None:
     return folder
 
 
-def _cpu_features() -> str:
+def cpu_features() -> str:
     """A short hash of the processor's instruction sets; of its name where those are not told."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
