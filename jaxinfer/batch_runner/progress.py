@@ -31,6 +31,7 @@ class Totals:
     inert: Counter[str] = field(default_factory=Counter)  # field without effect -> lines
     seconds: float = 0.0  # from the first request to the last result, compilation included
     compile_seconds: float = 0.0
+    engine: dict[str, Any] | None = None  # its statistics at the end, as plain data
 
     @property
     def num_failed(self) -> int:
@@ -69,6 +70,7 @@ class Totals:
             "compile_seconds": self.compile_seconds,
             "prompt_tokens_per_s": self.num_prompt_tokens / self.seconds if self.seconds else None,
             "output_tokens_per_s": self.num_output_tokens / self.seconds if self.seconds else None,
+            "engine": self.engine,
             "cost": cost,
             "cost_per_million_tokens": cost / tokens * 1e6 if cost is not None and tokens else None,
             "cost_per_million_output_tokens": cost / self.num_output_tokens * 1e6

@@ -5,7 +5,7 @@ Nothing here imports jax at the top of a file, so that `--help` and wrong usage 
 
 import typer
 
-from jaxinfer.cli import batch, cache, chat, fetch, generate, info, merge, plan, simulate
+from jaxinfer.cli import batch, bench, cache, chat, fetch, generate, info, merge, plan, simulate
 from jaxinfer.cli.command import SectionedHelp
 
 # Plain help and errors instead of typer's panels: they survive pipes and narrow terminals.
@@ -22,6 +22,7 @@ COMMANDS = {
     "chat": chat,
     "batch": batch,
     "merge": merge,
+    "bench": bench,
     "fetch": fetch,
     "info": info,
     "plan": plan,

@@ -13,11 +13,13 @@ from jaxinfer.cli.options import (
     ENGINE,
     JSON_ONLY,
     SAMPLING,
+    MetricsJson,
     Model,
     System,
     engine_options,
     flag,
     sampling_params,
+    write_json,
 )
 from jaxinfer.cli.report import Run, block, follow, ids_of, text_of
 
@@ -42,6 +44,7 @@ def run(
     chat: Chat = None,
     system: System = None,
     as_json: Json = False,
+    metrics_json: MetricsJson = None,
     **options: Any,
 ) -> None:
     """Complete a prompt, or answer one message with --chat.
@@ -80,6 +83,12 @@ def run(
                 print(f"[{sample.index}] {show(sample)}")
         sys.stdout.flush()  # the answer stands before the block, also where both go to one file
         print_pairs(block(llm, result), stderr=True)
+        if metrics_json is not None:
+            from jaxinfer import metrics
+
+            times = result.output.metrics
+            each = [] if times is None else [metrics.request_json(times)]
+            write_json(metrics_json, {"requests": each, "stats": metrics.to_json(llm.stats())})
 
 
 def _read_stdin() -> str:

@@ -8,6 +8,7 @@ import dataclasses
 import inspect
 import json
 from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, get_args
 
@@ -17,12 +18,17 @@ from jaxinfer.request import SamplingParams
 
 TEMPERATURE = 0.0  # greedy: the same command gives the same text
 MAX_TOKENS = 256  # a whole answer, where SamplingParams has vLLM's 16
+THROUGHPUT_STEPS = 8  # decode steps where nobody reads along
 DECODE_STEPS = 1  # text appears token by token, and one program less is compiled
 MAX_ROWS = 64  # of the samples of one prompt, run at the same time
 
 Model = Annotated[
     str,
     typer.Option("--model", "-m", help="Catalog name, Hugging Face folder, or .gguf file.", metavar="MODEL"),
+]
+MetricsJson = Annotated[
+    Path | None,
+    typer.Option(help="Write all counts and times here at the end.", metavar="FILE", dir_okay=False),
 ]
 System = Annotated[str | None, typer.Option(help="The system message of the chat.", metavar="TEXT")]
 
@@ -143,6 +149,12 @@ ENGINE = [
     _engine("compilation_cache_dir", str, "auto", "Folder of compiled programs, or none.", metavar="FOLDER"),
 ]
 
+THROUGHPUT_ENGINE = [
+    *(option for option in ENGINE if option.name not in ("max_num_seqs", "decode_steps")),
+    _engine("max_num_seqs", int, MAX_ROWS, "Rows that run at the same time.", min=1),
+    _engine("decode_steps", int, THROUGHPUT_STEPS, "Tokens drawn before the host looks.", min=1),
+]
+
 
 def without(options: list[inspect.Parameter], *names: str) -> list[inspect.Parameter]:
     return [option for option in options if option.name not in names]
@@ -150,6 +162,14 @@ def without(options: list[inspect.Parameter], *names: str) -> list[inspect.Param
 
 def sampling_params(options: Mapping[str, Any]) -> SamplingParams:
     """From the options that were given. Raises typer.BadParameter for what SamplingParams refuses."""
+    return _usage(SamplingParams, **sampling_fields(options))
+
+
+def sampling_fields(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of SamplingParams from the options that were given, and the defaults of this command line.
+
+    Raises typer.BadParameter for what does nothing, and for what SamplingParams refuses.
+    """
     names = {option.name for option in SAMPLING}
     given = {name: value for name, value in options.items() if name in names}
     if "temperature" not in given:
@@ -162,7 +182,14 @@ def sampling_params(options: Mapping[str, Any]) -> SamplingParams:
     given = {name: None if value == "none" else value for name, value in given.items()}
     if "logit_bias" in given:
         given["logit_bias"] = dict(given["logit_bias"])
-    return _usage(SamplingParams, **{"temperature": TEMPERATURE, "max_tokens": MAX_TOKENS} | given)
+    fields = {"temperature": TEMPERATURE, "max_tokens": MAX_TOKENS} | given
+    _usage(SamplingParams, **fields)
+    return fields
+
+
+def write_json(path: Path, value: Any) -> None:
+    """One JSON object for people and programs."""
+    path.write_text(json.dumps(value, indent=2) + "\n")
 
 
 def engine_options(options: Mapping[str, Any], num_samples: int) -> dict[str, Any]:

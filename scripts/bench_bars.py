@@ -1,0 +1,365 @@
+"""Measures what the engine promises of itself, each beside its bar. The last line of the output is JSON.
+
+    python scripts/bench_bars.py host                      host cost of a step: rows, length of the queue (no device)
+    python scripts/bench_bars.py share --model MODEL       host cost of a step of 64 rows, as a share of the device's
+    python scripts/bench_bars.py memory --model MODEL      peak memory after warm-up, growth over generate calls
+    python scripts/bench_bars.py latency --model MODEL     ITL of decoding rows while a long prompt comes in
+    python scripts/bench_bars.py prefix --model MODEL      prompt tokens computed behind a shared preamble
+
+MODEL "tiny" is a random model of 2 layers.
+"""
+
+import argparse
+import gc
+import itertools
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+NUMBERS = itertools.count()
+QUESTIONS, PREAMBLE, QUESTION_TOKENS, ANSWER = 200, 900, (30, 90), 8
+
+
+def open_llm(model: str, **options: Any) -> Any:
+    from jaxinfer import LLM
+
+    if model != "tiny":
+        return LLM(model, **options)
+    from tiny_models import make_tiny, write_hf
+
+    config, tensors = make_tiny("llama_gqa")
+    with tempfile.TemporaryDirectory() as folder:
+        return LLM(write_hf(Path(folder), config | {"max_position_embeddings": 8192}, tensors), **options)
+
+
+def greedy(count: int) -> Any:
+    from jaxinfer import SamplingParams
+
+    return SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
+
+
+def prompts_of(llm: Any, lengths: list[int], seed: int = 0) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(100, min(40_000, llm.config.vocab_size), n).tolist() for n in lengths]
+
+
+def submit(engine: Any, prompt: list[int], output: int) -> Any:
+    """The sequence of a request that is given to the engine itself: no text, and no reader."""
+    from jaxinfer.request import Request
+
+    name = f"bar {next(NUMBERS)}"
+    (sequence,) = engine.add(Request(name, tuple(prompt), greedy(output), arrival_time=engine.clock()))
+    return sequence
+
+
+# Host cost
+
+
+class NoDevice:
+    """Programs that compute nothing: every row draws token 7 at once."""
+
+    compile_seconds, warm = 0.0, True
+
+    def __init__(self) -> None:
+        self._tokens: dict[tuple[int, int], Any] = {}
+
+    def __len__(self) -> int:
+        return 0
+
+    def get(self, program: Any, arguments: tuple) -> Any:
+        import jax.numpy as jnp
+
+        from jaxinfer.sampling import SampleOutput
+        from jaxinfer.step import StepOutput
+
+        shape = program.num_steps, program.num_rows
+        if shape not in self._tokens:
+            self._tokens[shape] = jnp.full(shape, 7, jnp.int32)
+        output = StepOutput(SampleOutput(self._tokens[shape]), None)
+        return lambda weights, cache, rows, *rest: (output, cache, rows)
+
+    def helper(self, function: Any, arguments: tuple) -> Any:
+        return lambda first, *rest: first
+
+
+def host_engine(rows: int, context: int) -> Any:
+    import jax
+    from tiny_models import CONFIGS
+
+    from jaxinfer.engine import Engine, EngineConfig
+    from jaxinfer.kv_cache import KVCacheSpec
+    from jaxinfer.models import llama
+    from jaxinfer.scheduler import SchedulerConfig
+    from jaxinfer.step import Buckets
+
+    config = llama.Config.from_hf(CONFIGS["llama_gqa"] | {"num_hidden_layers": 1})
+    budget = max(512, rows)
+    engine = Engine(
+        llama,
+        config,
+        llama.init(config, jax.random.key(0)),
+        KVCacheSpec(1, 1, 8, page_size=16, num_pages=1 + rows * (2 + context // 16)),
+        EngineConfig(
+            scheduler=SchedulerConfig(rows, budget, context, decode_steps=1),
+            buckets=Buckets.default(rows, budget, 1, "cpu"),
+        ),
+    )
+    engine.programs = NoDevice()  # type: ignore[assignment]
+    return engine
+
+
+def add_requests(engine: Any, count: int, prompt: int, output: int) -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(count):
+        submit(engine, rng.integers(100, 500, prompt).tolist(), output)
+
+
+def step_times(engine: Any, steps: int) -> list[float]:
+    times = []
+    for _ in range(steps):
+        start = time.perf_counter()
+        engine.step()
+        times.append(time.perf_counter() - start)
+    return times
+
+
+def host(args: argparse.Namespace) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    context = 512
+    for rows in (64, 1024):  # all of them decode, in the middle of long outputs
+        engine = host_engine(rows, context)
+        add_requests(engine, rows, 200, 300)
+        while (
+            any(seq.num_output_tokens == 0 for seq in engine.scheduler.running)
+            or engine.scheduler.num_waiting
+        ):
+            engine.step()
+        times = step_times(engine, args.steps)
+        result[f"host_ms_{rows}_rows"] = 1e3 * statistics.median(times)
+    result["rows_ratio"] = result["host_ms_1024_rows"] / result["host_ms_64_rows"]
+    for waiting in (100, 100_000):  # 64 rows, of which one or two end and are replaced in a step
+        engine = host_engine(64, context)
+        add_requests(engine, 64 + waiting, 20, 40)
+        for _ in range(60):
+            engine.step()
+        gc.collect()
+        times = step_times(engine, min(args.steps, 100 if waiting == 100 else args.steps))
+        result[f"host_ms_{waiting}_waiting"] = 1e3 * statistics.mean(times)
+        result[f"host_ms_max_{waiting}_waiting"] = 1e3 * max(times)
+    result["queue_ratio"] = result["host_ms_100000_waiting"] / result["host_ms_100_waiting"]
+    result["bars"] = {"rows_ratio": 18, "queue_ratio": "flat"}
+    return result
+
+
+def share(args: argparse.Namespace) -> dict[str, Any]:
+    """Of 64 rows that decode. Host time is all of a step's time in which it does not wait for the device."""
+    rows, steps = args.rows, args.steps
+    with open_llm(
+        args.model,
+        dtype=args.dtype,
+        max_model_len=64 + 2 * steps + 64,
+        max_num_seqs=rows,
+        enable_prefix_caching=False,
+    ) as llm:
+        prompts = prompts_of(llm, [64] * rows)
+        llm.generate(prompts, greedy(4), use_tqdm=False)
+        sequences = [submit(llm.engine, ids, 2 * steps) for ids in prompts]
+        while any(seq.num_output_tokens < 2 for seq in sequences):
+            llm.engine.step()
+        before, start = llm.stats().steps["decode"], time.perf_counter()
+        for _ in range(steps):
+            llm.engine.step()
+        wall, spent = time.perf_counter() - start, llm.stats().steps["decode"] - before
+    host_s = wall - spent.wait_s
+    return {
+        "rows": rows,
+        "token_steps": spent.num_tokens / rows,
+        "host_ms": 1e3 * host_s / steps,
+        "device_ms": 1e3 * spent.device_s / steps,
+        "late_steps": spent.num_late,
+        "host_share": host_s / spent.device_s,
+        "bars": {"host_share": 0.15},
+    }
+
+
+# Memory
+
+
+def memory(args: argparse.Namespace) -> dict[str, Any]:
+    import jax
+
+    with open_llm(
+        args.model,
+        dtype=args.dtype,
+        max_model_len=1024,
+        max_num_seqs=args.rows,
+        kv_cache_memory_bytes=args.kv_mib << 20 if args.kv_mib else None,
+    ) as llm:
+        weights = sum(leaf.nbytes for leaf in jax.tree.leaves(llm.engine.weights))
+        pool = llm.engine.spec.total_bytes
+        llm.warmup(use_tqdm=False)
+        prompts = prompts_of(llm, [64] * args.rows)
+        llm.generate(prompts, greedy(16), use_tqdm=False)
+        peak, resident = _status("VmHWM"), _status("VmRSS")
+        after = []
+        for _ in range(args.calls):
+            llm.generate(prompts, greedy(16), use_tqdm=False)
+            gc.collect()
+            after.append(_status("VmRSS"))
+    settled = after[len(after) // 5 :]
+    return {
+        "weights_mb": weights / 1e6,
+        "pool_mb": pool / 1e6,
+        "limit_mb": 1.25 * (weights + pool) / 1e6,
+        "peak_rss_mb": peak / 1e6,
+        "rss_after_warmup_mb": resident / 1e6,
+        "peak_over_limit": peak / (1.25 * (weights + pool)),
+        "growth_kb_per_call": float(np.polyfit(range(len(settled)), settled, 1)[0]) / 1e3,
+        "growth_mb": (settled[-1] - settled[0]) / 1e6,
+        "calls": args.calls,
+        "bars": {"peak_over_limit": 1.0, "growth_mb": 0.0},
+    }
+
+
+def _status(key: str) -> int:
+    """Bytes of VmRSS or VmHWM of this process."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(key + ":"):
+            return int(line.split()[1]) * 1024
+    raise ValueError(f"/proc/self/status has no {key}")
+
+
+# Latency
+
+
+def latency(args: argparse.Namespace) -> dict[str, Any]:
+    """ITL p99 of decoding rows, alone and while one long prompt is computed beside them."""
+    rows, long = args.rows, args.prompt
+    found: dict[str, Any] = {"rows": rows, "prompt": long}
+    for budget in args.budgets:
+        with open_llm(
+            args.model,
+            dtype=args.dtype,
+            max_model_len=long + 64,
+            max_num_seqs=rows + 1,
+            max_num_batched_tokens=budget,
+            num_pages=1 + (rows + 2) * (long + 128) // 16,
+            page_size=16,
+            decode_steps=1,
+            enable_prefix_caching=False,
+        ) as llm:
+            llm.warmup(use_tqdm=False)
+            chunks = -(-long // (budget - rows))
+            prompts = prompts_of(llm, [32] * rows + [long])
+            # While the long prompt is under way, each row draws a token per step.
+            engine, output = llm.engine, min(long, 2 * chunks + 64)
+            sequences = [submit(engine, ids, output) for ids in prompts[:rows]]
+            while min(seq.num_output_tokens for seq in sequences) < chunks // 2 + 32:
+                engine.step()
+            came = engine.clock()
+            arriving = submit(engine, prompts[rows], 2)
+            while arriving.num_output_tokens == 0:
+                engine.step()
+            there = engine.clock()
+            gaps: dict[str, list[float]] = {"alone": [], "beside": []}
+            for seq in sequences:
+                times = np.array(seq.metrics.token_times)[8:]  # not the steps of their own prompts
+                ends, spans = times[1:], np.diff(times)
+                gaps["alone"] += spans[ends < came].tolist()
+                gaps["beside"] += spans[(ends >= came) & (ends <= there)].tolist()
+        alone, beside = (float(np.percentile(gaps[name], 99)) for name in ("alone", "beside"))
+        found[f"budget_{budget}"] = {
+            "itl_p99_ms_alone": 1e3 * alone,
+            "itl_p99_ms_beside": 1e3 * beside,
+            "raised": beside / alone,
+            "ttft_s_of_the_prompt": arriving.metrics.ttft_s,
+        }
+    found["bars"] = {f"budget_{args.budgets[-1]}.raised": 2.0}
+    return found
+
+
+# Prefix cache
+
+
+def prefix(args: argparse.Namespace) -> dict[str, Any]:
+    """Questions behind a shared preamble, one after the other and all at once, and without a prefix cache."""
+    outputs: dict[str, list[list[int]]] = {}
+    result: dict[str, Any] = {"questions": args.questions}
+    for name, caching in (("at_once", True), ("in_turn", True), ("without", False)):
+        with open_llm(
+            args.model,
+            dtype=args.dtype,
+            max_model_len=PREAMBLE + QUESTION_TOKENS[1] + ANSWER + 16,
+            max_num_seqs=args.rows,
+            enable_prefix_caching=caching,
+        ) as llm:
+            lengths = np.random.default_rng(1).integers(*QUESTION_TOKENS, args.questions).tolist()
+            (preamble,) = prompts_of(llm, [PREAMBLE])
+            prompts = [preamble + question for question in prompts_of(llm, lengths, seed=2)]
+            start = time.perf_counter()
+            if name == "in_turn":
+                found = [llm.generate(prompt, greedy(ANSWER), use_tqdm=False)[0] for prompt in prompts]
+            else:
+                found = llm.generate(prompts, greedy(ANSWER), use_tqdm=False)
+            seconds, stats = time.perf_counter() - start, llm.stats()
+        outputs[name] = [output.outputs[0].token_ids for output in found]
+        result[name] = {
+            "computed_share": 1 - stats.num_cached_tokens / stats.num_prompt_tokens,
+            "prompt_tokens": stats.num_prompt_tokens,
+            "seconds": seconds,
+        }
+    for name in ("at_once", "in_turn"):
+        result[name]["equal_outputs"] = sum(
+            a == b for a, b in zip(outputs[name], outputs["without"], strict=True)
+        )
+    result["bars"] = {"computed_share": 0.15, "equal_outputs": args.questions}
+    return result
+
+
+MEASURES = {"host": host, "share": share, "memory": memory, "latency": latency, "prefix": prefix}
+
+
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("measure", choices=MEASURES)
+    parser.add_argument("--model", default="tiny")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--rows", type=int, help="rows at the same time; 32 for latency, else 64")
+    parser.add_argument("--steps", type=int, default=200, help="host, share: steps that are measured")
+    parser.add_argument("--calls", type=int, default=100, help="memory: generate calls")
+    parser.add_argument(
+        "--kv-mib", type=int, help="memory: size of the pool; the engine's default if left out"
+    )
+    parser.add_argument("--prompt", type=int, default=4096, help="latency: tokens of the long prompt")
+    parser.add_argument(
+        "--budgets", type=int, nargs="+", default=[512, 64], help="latency: max_num_batched_tokens, compared"
+    )
+    parser.add_argument("--questions", type=int, default=QUESTIONS, help="prefix: how many")
+    args = parser.parse_args(arguments)
+    args.rows = args.rows or (32 if args.measure == "latency" else 64)
+    result = MEASURES[args.measure](args)
+    for name, value in result.items():
+        print(f"  {name:<26} {_shown(value)}")
+    print(json.dumps(result))
+    return result
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_shown(each)}" for name, each in value.items())
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
+
+
+if __name__ == "__main__":
+    main()
