@@ -62,10 +62,12 @@ class KVCacheSpec:
 
     @property
     def bytes_per_page(self) -> int:
-        """Bytes of one page over all layers."""
-        return (
-            self.num_layers * bytes_per_token(self.num_kv_heads, self.head_dim, self.dtype) * self.page_size
-        )
+        """Bytes of one page over all layers, as it lies in memory: for the TPU kernels in whole registers of lanes."""
+        lanes = 2 * self.head_dim
+        if self.implementation == "tpu":
+            lanes = -(-lanes // TPU_LANES) * TPU_LANES
+        elements = self.num_layers * self.num_kv_heads * self.page_size * lanes
+        return elements * ml_dtypes_itemsize(self.dtype)
 
     @property
     def total_bytes(self) -> int:
