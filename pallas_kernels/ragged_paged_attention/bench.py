@@ -1,6 +1,10 @@
-"""What one call of ragged_paged_attention costs at SmolLM2's shapes (N 9, K 3, H 64), beside what it must cost.
+"""What one call of ragged_paged_attention costs, beside what it must cost.
+
+On a CPU, at SmolLM2's shapes (N 9, K 3, H 64):
 
     python -m pallas_kernels.ragged_paged_attention.bench [--implementation xla] [--pages float32:16,bfloat16:64] ...
+
+On an accelerator `scripts/device_check.py --stage kernels` times `chip_cases`.
 
 First a card per workload: the bytes that must be read (each resident K and V once) and the FLOPs under the causal
 mask, and the time they take at the given limits. Then times: all variants of a workload in turn, in one process, so
@@ -9,6 +13,7 @@ process (the second is what is left of the figure when other programs hold the c
 """
 
 import argparse
+import dataclasses
 import json
 import time
 from typing import Any
@@ -17,7 +22,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.ragged_paged_attention import ragged_paged_attention
+from pallas_kernels import timing
+from pallas_kernels.ragged_paged_attention import QUANTIZED_DTYPES, ragged_paged_attention
 from pallas_kernels.ragged_paged_attention.cases import Case, make_inputs
 
 STATIC = ("sm_scale", "max_q_len", "sliding_window", "soft_cap", "implementation")
@@ -36,13 +42,91 @@ def workloads(seed: int) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
 
 
 def card(case: Case, gb_per_s: float, gflop_per_s: float) -> dict[str, float]:
-    """The least bytes and FLOPs of a case, and the time that the larger of them takes."""
-    lanes = 2 * case.head_dim * case.num_kv_heads
-    read = sum(case.kv_lens) * lanes * jnp.dtype(case.kv_dtype).itemsize
+    """The least bytes and FLOPs of a case, and the time that the larger of them takes.
+
+    Each resident K and V (and scale) is read once, q read and out written once; FLOPs are those under the causal
+    mask. Windows are not looked at.
+    """
+    kv_bits = jax.dtypes.itemsize_bits(jnp.dtype(case.kv_dtype))
+    kv_token = case.num_kv_heads * (2 * case.head_dim * kv_bits // 8 + 8 * is_quantized(case))
+    q_token = 2 * case.num_q_heads * case.head_dim * jnp.dtype(case.dtype).itemsize
+    moved = sum(case.kv_lens) * kv_token + sum(case.q_lens) * q_token
     pairs = sum(q * kv - q * (q - 1) // 2 for q, kv in zip(case.q_lens, case.kv_lens, strict=True))
     flops = 4 * pairs * case.num_q_heads * case.head_dim
-    bound = max(read / gb_per_s / 1e6, flops / gflop_per_s / 1e6)
-    return {"mbytes": read / 1e6, "mflops": flops / 1e6, "bound_ms": bound}
+    bound = max(moved / gb_per_s / 1e6, flops / gflop_per_s / 1e6)
+    return {"mbytes": moved / 1e6, "mflops": flops / 1e6, "bound_ms": bound}
+
+
+def is_quantized(case: Case) -> bool:
+    return jnp.dtype(case.kv_dtype) in [jnp.dtype(dtype) for dtype in QUANTIZED_DTYPES]
+
+
+def chip_cases(page_size: int) -> tuple[Case, ...]:
+    """What is timed on an accelerator: decode, prefill and mixed batches of real models, in bfloat16."""
+    rng = np.random.default_rng(0)
+    models = {"llama3_8b": (32, 8, 128), "llama3_70b_shard": (8, 1, 128), "qwen3_0.6b": (16, 8, 128)}
+
+    def lengths(rows: int, mean: int) -> tuple[int, ...]:
+        return tuple(int(n) for n in rng.uniform(0.5 * mean, 1.5 * mean, rows))
+
+    def case(name: str, model: str, q_lens: Any, kv_lens: Any, **options: Any) -> Case:
+        shape = (*models[model], page_size)
+        options = {"dtype": "bfloat16", "kv_dtype": "bfloat16"} | options
+        return Case(f"{model}_{name}", *shape, tuple(q_lens), tuple(kv_lens), **options)
+
+    prompts = lengths(16, 560)
+    return (
+        case("decode_64x1k", "llama3_8b", [1] * 64, lengths(64, 1024)),
+        case("decode_256x1k", "qwen3_0.6b", [1] * 256, lengths(256, 1024)),
+        case("prefill_16x560", "qwen3_0.6b", prompts, prompts),
+        case("prefill_1x8k", "llama3_8b", [8192], [8192]),
+        case("decode_64x8k", "llama3_8b", [1] * 64, lengths(64, 8192)),
+        case("decode_1x32k", "llama3_8b", [1], [32768]),
+        case("mixed_64x1k_2k_of_8k", "llama3_8b", [1] * 64 + [1984], (*lengths(64, 1024), 8192)),
+        case("drafts_64x4_1k", "llama3_8b", [4] * 64, lengths(64, 1024)),
+        case("decode_64x8k", "llama3_70b_shard", [1] * 64, lengths(64, 8192)),
+        case("decode_64x8k_int8", "llama3_8b", [1] * 64, lengths(64, 8192), kv_dtype="int8"),
+        case("decode_64x8k_fp8", "llama3_8b", [1] * 64, lengths(64, 8192), kv_dtype="float8_e4m3fn"),
+    )
+
+
+def chip_inputs(case: Case, seed: int) -> dict[str, Any]:
+    """make_inputs for pools of gigabytes: q, pages and scales are drawn on the device."""
+    small = dataclasses.replace(case, num_q_heads=1, num_kv_heads=1, head_dim=1)
+    inputs = make_inputs(small, seed, poison=False)
+    num_pages, num_tokens = inputs["kv_pages"].shape[0], inputs["q"].shape[0]
+    shape = (num_pages, case.num_kv_heads, case.page_size, 2 * case.head_dim)
+    q_key, kv_key = jax.random.split(jax.random.key(seed))
+
+    @jax.jit
+    def draw_pages() -> jax.Array:
+        values = jax.random.normal(kv_key, shape, jnp.bfloat16)
+        return (values * (40.0 if case.kv_dtype == "int8" else 1.0)).astype(case.kv_dtype)
+
+    inputs["q"] = jax.random.normal(q_key, (num_tokens, case.num_q_heads, case.head_dim), case.dtype)
+    inputs["kv_pages"] = draw_pages()
+    if is_quantized(case):
+        inputs["kv_scales"] = jnp.full((num_pages, case.num_kv_heads, 2, case.page_size), 0.02, jnp.float32)
+    return inputs | {"sm_scale": case.head_dim**-0.5}
+
+
+def seconds_per_call(case: Case, implementation: str, bound_s: float, **options: Any) -> float:
+    """Of one call on the device at hand. The output of a call is the next one's q.
+
+    Args:
+        options: further arguments of the kernel.
+
+    Raises:
+        NotImplementedError: the implementation does not have this case.
+    """
+    inputs = chip_inputs(case, seed=0)
+    static = {name: inputs.pop(name) for name in STATIC if name in inputs}
+
+    def attend(q: jax.Array, arrays: dict[str, Any]) -> Any:
+        return ragged_paged_attention(q, **arrays, **static, **options, implementation=implementation)
+
+    q = inputs.pop("q")
+    return timing.seconds_per_call(attend, q, inputs, timing.num_calls(bound_s))
 
 
 def measure(
