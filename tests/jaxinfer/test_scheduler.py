@@ -1,3 +1,4 @@
+import random
 import time
 from collections import deque
 from dataclasses import dataclass, field
@@ -424,6 +425,29 @@ def test_requests_wait_for_a_prefix_that_a_neighbour_is_computing():
     rig.check_outputs(seqs + stranger)
     stats = rig.scheduler.stats()
     assert 1 - stats.num_cached_tokens / stats.num_prompt_tokens <= 0.15
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_questions_behind_a_shared_preamble_compute_little_of_what_is_offered(at_once):
+    """200 questions of 30 to 90 tokens behind 900 shared ones: at most 0.15 of the prompt tokens, any way offered."""
+    draw, offered, seqs = random.Random(0), 0, []
+    rig = Rig(
+        num_pages=2000, page_size=16, max_num_seqs=32, max_num_batched_tokens=256, max_model_len=1024, ahead=1
+    )
+    for i in range(200):
+        question = [draw.randrange(1, VOCAB) for _ in range(draw.randint(30, 90))]
+        seqs += rig.add(str(i), prompt_of(900) + question, max_tokens=3, ignore_eos=True)
+        offered += 900 + len(question)
+        if not at_once:
+            rig.run()
+    rig.run()
+    rig.check_outputs(seqs)
+    stats = rig.scheduler.stats()
+    computed = rig.device.num_computed - 2 * len(seqs)  # but for the outputs: the last token is no input
+    assert (
+        stats.num_prompt_tokens == offered and stats.num_prompt_tokens - stats.num_cached_tokens == computed
+    )
+    assert computed <= 0.15 * offered
 
 
 def test_a_stranger_overtakes_those_who_wait_for_a_prefix():
