@@ -19,7 +19,7 @@ from jaxinfer.batch_runner.window import Window
 from jaxinfer.cli import app
 from jaxinfer.request import SamplingParams, TopK
 
-TOP30 = TopK(30, 30)
+TOP = TopK(20, 20)
 TOLERANCE = 1e-4  # float32 logits of at most 30
 
 
@@ -32,7 +32,7 @@ def model(tmp_path_factory):
 def run(model, tmp_path):
     """Runs a job in a folder of its own; `lines` are kept between runs."""
 
-    def run(lines=None, dump=TOP30, output="out.jsonl"):
+    def run(lines=None, dump=TOP, output="out.jsonl"):
         if lines is not None:
             (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, lines)))
         names = (name[2:].replace("-", "_") for name in OPTIONS[:-2:2])
