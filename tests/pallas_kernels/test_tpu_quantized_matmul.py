@@ -29,6 +29,16 @@ SMALL_BLOCKS = {
     "channel": Blocks(block_t=16, block_f=256, block_d=128, tile_f=128, chunk=128),
     "groups": Blocks(block_t=32, block_f=256, block_d=256, tile_f=128, chunk=128),
 }
+# The rest simulates for long.
+FAST = (
+    "f32",
+    "q8_0",
+    "int4_group128_many_rows",
+    "w8a8_many_rows",
+    "ragged_out_dim",
+    "blocked_q4_1",
+    "blocked_int8",
+)
 BLOCKED_CASES = {
     Case("blocked_int8", 39, 320, 256): SMALL_BLOCKS["channel"],
     Case("blocked_w8a8", 39, 320, 256, w8a8="int8"): SMALL_BLOCKS["channel"],
@@ -57,12 +67,19 @@ def check(case: Case, **options) -> None:
     )
 
 
-@pytest.mark.parametrize("case", AWKWARD_CASES, ids=lambda case: case.name)
+def marked(cases) -> list:
+    return [
+        pytest.param(case, id=case.name, marks=() if case.name in FAST else pytest.mark.slow)
+        for case in cases
+    ]
+
+
+@pytest.mark.parametrize("case", marked(AWKWARD_CASES))
 def test_equals_the_reference(case: Case) -> None:
     check(case)
 
 
-@pytest.mark.parametrize("case", BLOCKED_CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", marked(BLOCKED_CASES))
 def test_equals_the_reference_over_many_blocks(case: Case) -> None:
     check(case, blocks=BLOCKED_CASES[case])
 
@@ -74,11 +91,13 @@ def test_equals_the_reference_at_the_shapes_of_real_models(case: Case) -> None:
     check(capped(case, out_dim=640, in_dim=1536))
 
 
+@pytest.mark.slow
 def test_the_depth_of_the_matrix_unit_changes_no_value() -> None:
     """v6e's unit is 256 deep, so a chunk holds 8 groups of 32."""
     check(Case("deep", 5, 128, 512, "int4", 32, True), device_kind="TPU v6 lite")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["int4_group64_no_offset", "w8a8_many_rows"])
 def test_same_call_twice_gives_the_same_bits(name: str) -> None:
     inputs = make_inputs(CASES_BY_NAME[name], seed=1)
