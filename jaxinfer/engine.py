@@ -103,7 +103,8 @@ class Engine:
         self.weights, self.clock = weights, clock
         self._bad_word_ids = bad_word_ids
         self._pages_per_row = kv.pages_needed(config.scheduler.max_model_len, spec.page_size)
-        self._init_cache = jax.jit(partial(kv.init, spec))
+        place = getattr(jax.tree.leaves(weights)[0], "sharding", None)
+        self._init_cache = jax.jit(partial(kv.init, spec), out_shardings=kv.page_format(spec, place))
         self._allocate()
         self.programs = Programs(
             model,

@@ -375,14 +375,15 @@ class Programs:
             if program not in self._compiled:
                 if self.warm:
                     self._late(program)
-                self._compiled[program] = self._compile(str(program), self._jit(program), arguments)
+                self._compiled[program] = self._compile(str(program), self._jit(program, arguments), arguments)
             return self._compiled[program]
 
     def helper(self, function: Callable, arguments: tuple) -> Callable[..., Any]:
         """The executable of a function that takes arrays of one shape each; it owns its first argument."""
         with self._lock:
             if function not in self._helpers:
-                jitted = jax.jit(function, donate_argnums=0)
+                layouts = _layouts(arguments, lambda pages: pages)
+                jitted = jax.jit(function, donate_argnums=0, **layouts)
                 self._helpers[function] = self._compile(function.__name__, jitted, arguments)
             return self._helpers[function]
 
@@ -399,14 +400,28 @@ class Programs:
         logger.info("compiled %s in %.2f s", name, seconds)
         return compiled
 
-    def _jit(self, program: Program) -> Any:
+    def _jit(self, program: Program, arguments: tuple) -> Any:
         if program.kind == "score":
             return jax.jit(partial(score, self._model, self._config, program.num_logprobs or 0))
         options = (program, self._logprobs_mode, self._logits_processors)
-        return jax.jit(partial(run_steps, self._model, self._config, *options), donate_argnums=(1, 2))
+        function = partial(run_steps, self._model, self._config, *options)
+        layouts = _layouts(arguments, lambda pages: (None, pages, None))
+        return jax.jit(function, donate_argnums=(1, 2), **layouts)
 
     def _late(self, program: Program) -> None:
         message = f"program {program} was not among those compiled at warm-up"
         if self._strict:
             raise RuntimeError(f"{message}, and strict_compile=True forbids to compile it now")
         logger.warning("%s; compiling it now", message)
+
+
+def _layouts(arguments: tuple, results: Callable[[Any], Any]) -> dict[str, Any]:
+    """Options of jax.jit with which a cache among `arguments` keeps the layout that its kernels read.
+
+    results: the format of pages -> what the function returns, the format where the cache stands and else None.
+    """
+    formats = [
+        kv.page_format(x.spec, x.pages[0].sharding) if isinstance(x, KVCache) else None for x in arguments
+    ]
+    found = next((format_ for format_ in formats if format_ is not None), None)
+    return {} if found is None else {"in_shardings": tuple(formats), "out_shardings": results(found)}
