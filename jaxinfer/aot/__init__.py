@@ -1,0 +1,14 @@
+"""Programs compiled by the real compilers for chips that are not attached.
+
+    targets      which chips, and how their compilers are reached
+    gpu_targets  GPUs by their published limits
+    build        a model and options -> the programs that an engine there would run, as shapes
+    child        compiles them, in a process with an environment of its own; one JSON line per answer
+    hlo          what stands in a compiled program's text: copies, collectives, cycles
+    compiler     the parent's end of that process
+    search       the largest setting that fits
+    report       all of it for people, and docs/aot.md
+
+Nothing here is imported by the engine. This file and `targets`, `gpu_targets`, `compiler`, `search`, `hlo` and
+`report` import no jax.
+"""

@@ -1,0 +1,261 @@
+"""The compiler's process: requests as JSON lines on standard input, one JSON line of answer to each.
+
+    {"do": "describe", "model": ..., "options": {...}}                  what would be compiled, for which device
+    {"do": "compile",  ..., "program": "decode[8,8] greedy"}            the record of one program
+    {"do": "compile",  ..., "program": ..., "save": FOLDER}             and its executable into a folder
+
+    python -m jaxinfer.aot.child TARGET TOPOLOGY
+
+Runs with the environment of `targets.ENVIRONMENTS`; `compiler.Compiler` is the other end. Whatever a compiler
+writes to standard output goes to standard error.
+"""
+
+import contextlib
+import json
+import os
+import re
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+
+from jaxinfer import defaults, saved_programs
+from jaxinfer.aot import gpu_targets, hlo, targets
+from jaxinfer.aot.build import AbsentDevice, Build, build, placed
+from jaxinfer.aot.gpu_resources import kernel_resources
+from jaxinfer.engine import helper_arguments
+from jaxinfer.planner import hardware
+from jaxinfer.step import Programs
+
+TEBIBYTE = 1 << 40
+# The share of a GPU that JAX takes at start unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise.
+GPU_SHARE = 0.75
+_HBM = re.compile(  # the two sentences of the TPU compiler: bytes needed, bytes there are
+    r"(?:Used |\()([\d.]+)([KMGT]?)(?: of |\) exceeds available HBM \()([\d.]+)([KMGT]?)(?: hbm|\))"
+)
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+@dataclass(frozen=True)
+class Gpu(jax.sharding.AbstractDevice):
+    """Mosaic GPU takes a device that names no compute capability for a 9.0."""
+
+    compute_capability: str
+
+
+class Child:
+    """One target; keeps the builds it has made."""
+
+    def __init__(self, target_name: str, topology: str) -> None:
+        self.target = targets.find(target_name)
+        self._builds: dict[str, Build] = {}
+        self._with_helpers: list[Build] = []
+        self._sharding: Sharding | None = None
+        self._mesh: Mesh | None = None
+        if self.target.platform == "cpu":
+            self.device_kind = jax.devices()[0].device_kind
+            self.usable, self.usable_from = defaults.available_memory(), "memory that is free here"
+        else:
+            devices = self._topology(topology).devices
+            self._mesh = Mesh(np.array(devices[:1]), ("device",))
+            self._sharding = NamedSharding(self._mesh, PartitionSpec())
+            self.device_kind = devices[0].device_kind
+            self.usable, self.usable_from = self._usable()
+        capability = ""
+        if self.target.platform == "gpu":
+            capability = "{}.{}".format(*gpu_targets.TARGETS[target_name].compute_capability)
+        self._program_facts = saved_programs.facts(self.target.platform, self.device_kind)
+        self.device = AbsentDevice(self.target.platform, self.device_kind, self.usable, capability)
+
+    def _topology(self, topology: str) -> Any:
+        name = self.target.name
+        if self.target.platform == "tpu":
+            return topologies.get_topology_desc(platform="tpu", topology_name=f"{name}:{topology}")
+        return topologies.get_topology_desc(
+            platform="cuda",
+            topology_name=topology,
+            topology=topology,
+            target_config=gpu_targets.config_text(gpu_targets.TARGETS[name]),
+        )
+
+    def _usable(self) -> tuple[int, str]:
+        """Bytes of the device that programs can have, and who says so."""
+        facts = hardware.load(self.target.name)
+        if self.target.platform == "gpu":
+            return round(GPU_SHARE * facts.memory_bytes), (
+                f"{GPU_SHARE:.0%} of {facts.title}'s memory, what JAX takes unless "
+                "XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise"
+            )
+        # The TPU compiler knows what it may use, and says it when a program asks for more.
+        shape = jax.ShapeDtypeStruct((TEBIBYTE,), np.uint8, sharding=self._sharding)
+        try:
+            jax.jit(lambda x: x + np.uint8(1)).lower(shape).compile()
+        except Exception as error:
+            if found := _HBM.search(str(error)):
+                return round(float(found[3]) * _UNITS[found[4]]), "what the TPU compiler may use"
+            raise
+        raise RuntimeError(f"the TPU compiler took a program of 1 TiB for {self.target.name}")
+
+    def _build(self, request: dict[str, Any]) -> Build:
+        key = json.dumps([request["model"], request["options"]], sort_keys=True)
+        if key not in self._builds:
+            self._builds[key] = build(request["model"], request["options"], self.device)
+        return self._builds[key]
+
+    def describe(self, request: dict[str, Any]) -> dict[str, Any]:
+        found = self._build(request)
+        return {
+            "target": self.target.name,
+            "device_kind": self.device_kind,
+            "usable_bytes": self.usable,
+            "usable_from": self.usable_from,
+            "versions": targets.versions(self.target.platform),
+            "weights_bytes": found.weights_bytes,
+            "pool_bytes": found.spec.total_bytes,
+            "bytes_per_page": found.spec.bytes_per_page,
+            "kernels": asdict(found.kernels),
+            "options": found.llm_options,
+            "plan_problem": found.plan_problem,
+            "programs": [
+                {
+                    "name": name,
+                    "kind": program.kind,
+                    "variant": program.variant,
+                    "num_tokens": program.num_tokens,
+                    "num_rows": program.num_rows,
+                    "num_steps": program.num_steps,
+                }
+                for name, program in found.programs().items()
+            ],
+        }
+
+    def compile(self, request: dict[str, Any]) -> dict[str, Any]:
+        """ "compiled", "too large" for the device, "refused" by our own check, or "rejected" by the compiler."""
+        found = self._build(request)
+        program = found.programs()[request["program"]]
+        record: dict[str, Any] = {"program": request["program"], "usable_bytes": self.usable}
+        start = time.perf_counter()
+        compiler = found.compiler()
+        try:
+            with self._for_target():
+                arguments = found.arguments(program, self._sharding)
+                compiled: Any = compiler.get(program, arguments)
+        except NotImplementedError as error:
+            result = "refused" if "implementation" in str(error) else "rejected"
+            return record | {"result": result, "why": _first(error)}
+        except Exception as error:  # whatever the compiler says is this program's result
+            return record | {"seconds": time.perf_counter() - start} | _failure(error)
+        record |= {"result": "compiled", "seconds": time.perf_counter() - start}
+        record |= self._facts(found, compiled)
+        if record["total_bytes"] > self.usable:  # only the TPU compiler looks at the memory itself
+            record |= {"result": "too large", "needed_bytes": record["total_bytes"]}
+        if request.get("save"):
+            saved = {str(program): (compiler.identity(program, arguments), compiled)}
+            with self._for_target():
+                saved |= self._helpers(found, compiler)
+            for name, (identity, executable) in saved.items():
+                record["saved_bytes"] = record.get("saved_bytes", 0) + saved_programs.save(
+                    Path(request["save"]),
+                    name,
+                    identity,
+                    executable.runtime_executable(),
+                    facts=self._program_facts,
+                    model=request["model"],
+                    options=found.llm_options,
+                )
+        return record
+
+    def _helpers(self, found: Build, compiler: Programs) -> dict[str, tuple[str, Any]]:
+        """Name -> (identity, compiled) of the functions that run between steps; once for each build."""
+        if found in self._with_helpers:
+            return {}
+        self._with_helpers.append(found)
+        _, cache, rows = found.state()
+        helpers = {}
+        for function, shapes in helper_arguments(cache, rows).items():
+            arguments = placed(shapes, self._sharding)
+            identity = saved_programs.identity(function.__name__, arguments)
+            helpers[function.__name__] = (identity, compiler.helper(function, arguments))
+        return helpers
+
+    def _for_target(self) -> contextlib.AbstractContextManager:
+        if self._mesh is None:
+            return contextlib.nullcontext()
+        mesh = self._mesh.abstract_mesh
+        if self.device.compute_capability:
+            named = mesh.abstract_device
+            device = Gpu(named.device_kind, named.num_cores, named.platform, self.device.compute_capability)
+            mesh = mesh.update(abstract_device=device)
+        return jax.sharding.use_abstract_mesh(mesh)
+
+    def _facts(self, found: Build, compiled: Any) -> dict[str, Any]:
+        memory = compiled.memory_analysis()
+        text = hlo.parse(compiled.as_text())
+        total = (
+            memory.argument_size_in_bytes
+            + memory.output_size_in_bytes
+            - memory.alias_size_in_bytes
+            + memory.temp_size_in_bytes
+        )
+        facts = {
+            "argument_bytes": memory.argument_size_in_bytes,
+            "output_bytes": memory.output_size_in_bytes,
+            "alias_bytes": memory.alias_size_in_bytes,
+            "temp_bytes": memory.temp_size_in_bytes,
+            "total_bytes": total,
+            "memory_share": total / self.usable,
+            "cache_aliased": memory.alias_size_in_bytes >= found.spec.total_bytes,
+            "page_copies": hlo.copies(text, _page_shape(found)),
+            "collectives": hlo.collectives(text),
+        }
+        if self.target.platform == "tpu":
+            facts["cycles"] = asdict(hlo.cycles(text))
+        if self.target.platform == "gpu" and (dump := os.environ.get("MOSAIC_GPU_DUMP_TO")):
+            facts["gpu_kernels"] = kernel_resources(Path(dump))
+            for file in Path(dump).iterdir():
+                file.unlink()
+        return facts
+
+
+HLO_DTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
+
+
+def _page_shape(found: Build) -> str:
+    spec = found.spec
+    return f"{HLO_DTYPES[spec.dtype]}[{','.join(map(str, spec.page_shape))}]"
+
+
+def _failure(error: Exception) -> dict[str, Any]:
+    text = str(error)
+    if found := _HBM.search(text):
+        needed, limit = (round(float(found[i]) * _UNITS[found[i + 1]]) for i in (1, 3))
+        return {"result": "too large", "needed_bytes": needed, "usable_bytes": limit, "why": _first(error)}
+    return {"result": "rejected", "why": _first(error)}
+
+
+def _first(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:600]
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    child: Child | None = None
+    for line in sys.stdin:
+        try:
+            request = json.loads(line)
+            child = child or Child(*sys.argv[1:3])
+            answer = getattr(child, request.pop("do"))(request)
+        except (ValueError, TypeError, OSError, RuntimeError, NotImplementedError) as error:
+            answer = {"error": _first(error)}
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()

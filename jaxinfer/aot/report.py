@@ -1,0 +1,130 @@
+"""What the compilers said, for people: text for a terminal, rows for docs/aot.md."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+
+def size(num_bytes: float) -> str:
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if abs(num_bytes) >= unit:
+            return f"{num_bytes / unit:.2f} {name}"
+    return f"{num_bytes:.0f} B"
+
+
+def headline(described: Mapping[str, Any]) -> list[str]:
+    """What is compiled, for which device, by which compiler."""
+    options, versions = described["options"], described["versions"]
+    return [
+        f"{described['device_kind']}: {size(described['usable_bytes'])} usable ({described['usable_from']})",
+        f"{size(described['weights_bytes'])} of weights, {size(described['pool_bytes'])} of pages "
+        f"({options['num_pages']} x {options['page_size']} tokens of {options['dtype']}), attention "
+        f"{described['kernels']['value']}: {described['kernels']['reason']}",
+        ", ".join(f"{name} {number}" for name, number in versions.items()),
+    ]
+
+
+def program_lines(record: Mapping[str, Any]) -> list[str]:
+    """One program: what came of it, and what it needs."""
+    result = record["result"]
+    seconds = f" in {record['seconds']:.1f} s" if "seconds" in record else ""
+    lines = [f"{record['program']}: {result}{seconds}"]
+    if result == "too large":
+        excess = record["needed_bytes"] - record["usable_bytes"]
+        lines.append(
+            f"  needs {size(record['needed_bytes'])} of {size(record['usable_bytes'])}: {size(excess)} too much"
+        )
+    elif "why" in record:
+        lines.append(f"  {record['why']}")
+    if "argument_bytes" in record:
+        lines += [f"  {memory_line(record)}", f"  {', '.join(findings(record))}"]
+    if "saved_bytes" in record:
+        lines.append(f"  saved, {size(record['saved_bytes'])}")
+    return lines
+
+
+def memory_line(record: Mapping[str, Any]) -> str:
+    parts = (f"{name} {size(record[f'{name}_bytes'])}" for name in ("argument", "temp", "alias", "output"))
+    return f"{', '.join(parts)}; {record['memory_share']:.1%} of the memory"
+
+
+def findings(record: Mapping[str, Any]) -> list[str]:
+    """What was read in the compiled text."""
+    copies = len(record["page_copies"])
+    found = [
+        "cache aliased" if record["cache_aliased"] else "cache NOT ALIASED",
+        f"{copies} COPIES OF PAGES" if copies else "no copy of pages",
+        "collectives " + (", ".join(f"{n} x{c}" for n, c in record["collectives"].items()) or "none"),
+    ]
+    if cycles := record.get("cycles"):
+        found.append(f"{cycles['estimated']:,} cycles estimated")
+        if cycles["without"]:
+            found.append(f"{cycles['without']} instructions without an estimate")
+        if cycles["kernel_flops"] or cycles["kernel_bytes"]:
+            found.append(
+                f"kernels beside them {cycles['kernel_flops'] / 1e9:.2f} GFLOP, {size(cycles['kernel_bytes'])}"
+            )
+        if cycles["loops_without"]:
+            found.append(f"{cycles['loops_without']} loops of unknown length counted once")
+        if cycles["kernels_without"]:
+            found.append(f"{cycles['kernels_without']} kernels without a CostEstimate")
+    if kernels := record.get("gpu_kernels"):
+        found.append(
+            f"{len(kernels)} kernels: {_most(kernels, 'registers')} registers, {_most(kernels, 'spill_bytes')} "
+            f"bytes spilled, {_most(kernels, 'smem_bytes')} bytes shared at most"
+        )
+    return found
+
+
+def _most(kernels: Sequence[Mapping[str, Any]], key: str) -> str:
+    known = [kernel[key] for kernel in kernels if kernel[key] is not None]
+    return str(max(known)) if known else "unknown"
+
+
+def failed(record: Mapping[str, Any]) -> bool:
+    """Whether a program does not run as it should: not compiled, cache not in place, or pages copied."""
+    return record["result"] != "compiled" or not record["cache_aliased"] or bool(record["page_copies"])
+
+
+def nearest_line(options: Mapping[str, Any] | None) -> str:
+    """The largest setting that fits, as options of a command line."""
+    if options is None:
+        return (
+            "nothing fits, not even steps of 32 tokens over one page: take a chip with more memory, or a smaller "
+            "model (sharding and quantized weights are not built yet)"
+        )
+    given = " ".join(f"--{key.replace('_', '-')} {value}" for key, value in options.items())
+    return f"the largest that fits: {given}"
+
+
+def markdown_table(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """One line per program; each row is a record with `model` and `target` beside it."""
+    lines = [
+        "| target | model | program | result | s | arguments | temporaries | share | cache | cycles, or GPU kernels |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        if "argument_bytes" in row:
+            arguments, temporaries = size(row["argument_bytes"]), size(row["temp_bytes"])
+            copies = f"{len(row['page_copies'])} copies" if row["page_copies"] else "no copy"
+            cache = f"{'aliased' if row['cache_aliased'] else 'not aliased'}, {copies}"
+            share = f"{row['memory_share']:.0%}"
+        else:
+            arguments = temporaries = cache = share = ""
+        result = row["result"]
+        if result == "too large":
+            result = f"too large by {size(row['needed_bytes'] - row['usable_bytes'])}"
+        cells = (
+            row["target"], row["model"], row["program"], result, f"{row.get('seconds', 0):.0f}",
+            arguments, temporaries, share, cache, _cost(row),
+        )  # fmt: skip
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return lines
+
+
+def _cost(row: Mapping[str, Any]) -> str:
+    if cycles := row.get("cycles"):
+        kernels = f" + {cycles['kernel_flops'] / 1e9:.2f} GFLOP, {size(cycles['kernel_bytes'])}"
+        return f"{cycles['estimated']:,}{kernels if cycles['kernel_bytes'] else ''}"
+    if kernels := row.get("gpu_kernels"):
+        return f"{_most(kernels, 'registers')} registers, {_most(kernels, 'spill_bytes')} bytes spilled"
+    return row.get("why", "")[:80]

@@ -1,0 +1,193 @@
+"""Compiled programs in a folder: saved on one machine, run on another that has the chip, without compiling.
+
+A folder has `programs.json` and one file per program, the executable as XLA serializes it. JAX's own
+`serialize_executable` pickles its trees; here nothing is pickled: the order of arguments is that of the tree's
+leaves, and the structure of the result is found by abstract evaluation. An executable is machine code all the
+same: only load folders that you trust as you trust a program.
+"""
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Callable, Mapping
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import jax
+from jaxlib import _jax
+
+from jaxinfer import compile_cache
+
+logger = logging.getLogger(__name__)
+
+MANIFEST = "programs.json"
+PACKAGES = ("jaxinfer", "pallas_kernels")
+# platform -> the distributions whose versions an executable depends on
+COMPILED_BY = {
+    "cpu": ("jaxlib",),
+    "tpu": ("jaxlib", "libtpu"),
+    "gpu": ("jaxlib", "jax-cuda13-plugin", "jax-cuda13-pjrt"),
+}
+
+
+def facts(platform: str, device_kind: str) -> dict[str, str]:
+    """What must be equal where programs are saved and where they run."""
+    found = {"device": device_kind, "source of jaxinfer": _source_hash()}
+    if platform == "cpu":
+        found["processor"] = compile_cache.cpu_features()
+    return found | {name: _version(name) for name in COMPILED_BY[platform]}
+
+
+def identity(*parts: Any) -> str:
+    """A hash of what a program is compiled from: anything with a faithful repr, and the shapes in trees."""
+    leaves, structure = jax.tree.flatten(parts[-1])
+    shapes = [(x.shape, str(x.dtype)) for x in leaves]
+    return hashlib.sha256(repr((*parts[:-1], shapes, str(structure))).encode()).hexdigest()
+
+
+def save(
+    folder: Path,
+    name: str,
+    identity: str,
+    executable: Any,
+    *,
+    facts: Mapping[str, str],
+    model: str,
+    options: Mapping[str, Any],
+) -> int:
+    """Writes one executable, and its entry in the manifest. Returns its bytes.
+
+    Args:
+      name, identity: what `SavedPrograms.load` will ask for.
+      executable: of XLA, from `jax.stages.Compiled.runtime_executable()`.
+      facts: from `facts`, of the device that the program is for.
+      model, options: of `LLM`, to build the same programs.
+
+    Raises:
+      ValueError: the folder has programs for another device, version, model or options.
+      RuntimeError: the compiler of this platform cannot serialize.
+    """
+    data = executable.serialize()
+    folder.mkdir(parents=True, exist_ok=True)
+    manifest: dict[str, Any] = {
+        "facts": dict(facts),
+        "model": model,
+        "options": dict(options),
+        "programs": {},
+    }
+    if (folder / MANIFEST).exists():
+        present = _read(folder)
+        for key in ("facts", "model", "options"):
+            if present[key] != manifest[key]:
+                raise ValueError(
+                    f"{folder} holds programs of other {key} ({present[key]}, not {manifest[key]}); give "
+                    "another folder, or remove it"
+                )
+        manifest = present
+    digest = hashlib.sha256(data).hexdigest()
+    file = f"{digest[:16]}.bin"
+    (folder / file).write_bytes(data)
+    manifest["programs"][name] = {"identity": identity, "file": file, "sha256": digest, "bytes": len(data)}
+    temporary = folder / f"{MANIFEST}.{os.getpid()}"
+    temporary.write_text(json.dumps(manifest, indent=1, sort_keys=True))
+    temporary.replace(folder / MANIFEST)
+    return len(data)
+
+
+def options(folder: str | Path) -> dict[str, Any]:
+    """The options of `LLM` for which the programs of a folder were compiled."""
+    return dict(_read(Path(folder).expanduser())["options"])
+
+
+class SavedPrograms:
+    """The programs of a folder, for one device that is here.
+
+    Raises:
+      ValueError: the folder has none, or they were compiled for another device, version or source.
+    """
+
+    def __init__(self, folder: str | Path, device: jax.Device) -> None:
+        self._folder, self._device = Path(folder).expanduser(), device
+        manifest = _read(self._folder)
+        for name, here in facts(device.platform, device.device_kind).items():
+            if manifest["facts"].get(name) != here:
+                raise ValueError(
+                    f"the programs in {folder} were compiled for {name} {manifest['facts'].get(name)!r}, and "
+                    f"here it is {here!r}: compile them again with `jaxinfer compile --save`"
+                )
+        self._programs, self._options = manifest["programs"], manifest["options"]
+
+    def load(
+        self, name: str, identity: str, function: Callable[..., Any], arguments: tuple
+    ) -> Callable[..., Any] | None:
+        """The executable of a program, to be called like the compiled `function`; None if it was not saved.
+
+        Raises:
+          ValueError: it was compiled from other settings, or its file is damaged.
+        """
+        entry = self._programs.get(name)
+        if entry is None:
+            logger.warning("%s has no program %s; compiling it", self._folder, name)
+            return None
+        if entry["identity"] != identity:
+            raise ValueError(
+                f"program {name} in {self._folder} was compiled from another model or other settings; they were "
+                f"{', '.join(f'{k}={v!r}' for k, v in self._options.items())}"
+            )
+        data = (self._folder / entry["file"]).read_bytes()
+        if hashlib.sha256(data).hexdigest() != entry["sha256"]:
+            raise ValueError(f"{self._folder / entry['file']} is damaged: compile it again")
+        devices = _jax.DeviceList((self._device,))
+        executable = self._device.client.deserialize_executable(data, devices, None)
+        structure = jax.tree.structure(jax.eval_shape(function, *arguments))
+        return _Executable(executable, structure, self._device)
+
+
+class _Executable:
+    """Calls an XLA executable with the leaves of its arguments, in their order."""
+
+    def __init__(self, executable: Any, structure: Any, device: jax.Device) -> None:
+        self._executable, self._structure, self._device = executable, structure, device
+
+    def __call__(self, *arguments: Any) -> Any:
+        arrays = [
+            leaf if isinstance(leaf, jax.Array) else jax.device_put(leaf, self._device)
+            for leaf in jax.tree.leaves(arguments)
+        ]
+        results = self._executable.execute_sharded(arrays).disassemble_into_single_device_arrays()
+        return jax.tree.unflatten(self._structure, [result for (result,) in results])
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+        if not isinstance(manifest, dict) or {"facts", "model", "options", "programs"} - set(manifest):
+            raise ValueError("entries are missing")
+    except OSError:
+        raise ValueError(
+            f"{folder} has no {MANIFEST}: make one with `jaxinfer compile --save {folder}`"
+        ) from None
+    except ValueError as error:
+        raise ValueError(f"{folder / MANIFEST} cannot be read: {error}") from None
+    return manifest
+
+
+@cache
+def _source_hash() -> str:
+    """Of every source file from which programs are traced; taken once, since what was imported stays."""
+    digest = hashlib.sha256()
+    root = Path(__file__).resolve().parents[1]
+    for package in PACKAGES:
+        for path in sorted((root / package).rglob("*.py")):
+            digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,256 @@
+"""Programs and kernels through the real compilers, for chips that are not attached; needs the extras aot-tpu, aot-gpu.
+
+    python scripts/aot.py --smoke                     a few minutes: exit code 1 if anything is not as it should be
+    python scripts/aot.py --write docs/aot.md         everything: three models and all kernels on seven targets, hours
+    python scripts/aot.py --records R.jsonl --targets v5e,v6e --models smollm2-135m --write docs/aot.md
+                                                      a part; what stands in R.jsonl from earlier runs is kept
+
+The document names what was not run.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxinfer.aot import report, targets
+from jaxinfer.aot.run import compile_model
+
+ROOT = Path(__file__).resolve().parent.parent
+# Shapes as published in each model's config.json.
+MODELS: dict[str, dict[str, Any]] = {
+    "smollm2-135m": {
+        "model_type": "llama", "vocab_size": 49152, "hidden_size": 576, "num_hidden_layers": 30,
+        "num_attention_heads": 9, "num_key_value_heads": 3, "intermediate_size": 1536, "rms_norm_eps": 1e-5,
+        "rope_theta": 100000.0, "max_position_embeddings": 8192, "tie_word_embeddings": True,
+    },
+    "qwen3-0.6b": {
+        "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 1024, "num_hidden_layers": 28,
+        "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 3072,
+        "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "max_position_embeddings": 40960,
+        "tie_word_embeddings": True,
+    },
+    "llama3-8b": {
+        "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336, "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0, "max_position_embeddings": 8192, "tie_word_embeddings": False,
+    },
+}  # fmt: skip
+CHIPS = [name for name, target in targets.TARGETS.items() if target.platform != "cpu"]
+OPTIONS = {"max_model_len": 4096}
+SLOWER_START = 2.0  # seconds that looking for a TPU or GPU may take
+SMOKE_TARGETS = ("v5e", "v6e", "h200")
+SMOKE_PROGRAMS = ("prefill[32,32] greedy", "decode[64,1] greedy")
+SMOKE_KERNELS = {"tpu": "attention_smollm2", "gpu": "smollm2"}  # part of the names of cases
+
+
+def model_folder(name: str, parent: Path) -> str:
+    """A folder with nothing but the model's config.json."""
+    folder = parent / name
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(MODELS[name]))
+    return str(folder)
+
+
+def programs(
+    model: str, target: str, which: str | Sequence[str], search: bool, keep: Callable[[dict[str, Any]], Any]
+) -> dict[str, Any]:
+    """Keeps a record of each program of a model on a target, and returns one of the whole, with kind "model"."""
+    where = {"model": model, "target": target}
+    with tempfile.TemporaryDirectory() as folder:
+        result = compile_model(
+            model_folder(model, Path(folder)),
+            target,
+            options=OPTIONS,
+            which=which,
+            search=search,
+            say=lambda line: print(f"{model} {target} {line}", flush=True),
+            each=lambda record: keep(where | {"kind": "program"} | record),
+        )
+    whole = where | {
+        "kind": "model",
+        "ok": result["ok"],
+        "error": result["error"],
+        "versions": result["device"]["versions"],
+        "usable_bytes": result["device"]["usable_bytes"],
+        "options": result["device"]["options"],
+        "complete": which == "all",
+    }
+    keep(whole)
+    return whole
+
+
+def kernels(target: str, only: str) -> Iterator[dict[str, Any]]:
+    """A record per kernel case on a target, from aot_kernels.py or aot_kernels_gpu.py."""
+    script = {"tpu": "scripts/aot_kernels.py", "gpu": "scripts/aot_kernels_gpu.py"}[
+        targets.find(target).platform
+    ]
+    command = [sys.executable, script, "--target", target, "--only", only]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    for line in done.stdout.splitlines():
+        if line.startswith("{"):
+            yield {"kind": "kernel"} | json.loads(line) | {"target": target}
+    if done.returncode:
+        yield {
+            "kind": "kernel", "target": target, "case": "all", "result": "failed",
+            "why": (done.stderr.strip().splitlines() or ["no message"])[-1][:300],
+        }  # fmt: skip
+
+
+def page_layout() -> str:
+    """The table that scripts/page_layout.py prints."""
+    done = subprocess.run(
+        [sys.executable, "scripts/page_layout.py"], cwd=ROOT, capture_output=True, text=True
+    )
+    if done.returncode:
+        sys.exit(done.stderr)
+    return done.stdout
+
+
+PLAIN_START = """
+import time
+start = time.perf_counter()
+import jax
+print(jax.devices()[0].platform, jax.jit(lambda x: x + 1)(1), time.perf_counter() - start)
+"""
+
+
+def plain_start() -> list[str]:
+    """What the installed compilers change about a start on the CPU: its backend, its result, or its time."""
+    found = {}
+    for name, environment in {"plain": {}, "told": {"JAX_PLATFORMS": "cpu"}}.items():
+        command = [sys.executable, "-c", PLAIN_START]
+        done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
+        found[name] = done.stdout.split()
+        print(f"{name} start: {done.stdout.strip()} {done.stderr.strip()[-200:]}", flush=True)
+    slower = float(found["plain"][2]) - float(found["told"][2])
+    same = found["plain"][:2] == ["cpu", "2"]
+    return [] if same and slower < SLOWER_START else [f"a plain start is not what it was: {found}"]
+
+
+def smoke() -> list[str]:
+    """What is wrong; nothing if all is well."""
+    wrong = plain_start()
+    for target in SMOKE_TARGETS:
+        whole = programs("smollm2-135m", target, SMOKE_PROGRAMS, search=False, keep=lambda record: None)
+        if not whole["ok"]:
+            wrong.append(f"smollm2-135m on {target}: {whole['error']}")
+        for record in kernels(target, SMOKE_KERNELS[targets.find(target).platform]):
+            print(json.dumps(record), flush=True)
+            if record["result"] != "compiled":
+                wrong.append(f"{record['case']} on {target}: {record['result']} {record.get('why', '')}")
+    large = programs("llama3-8b", "v5e", SMOKE_PROGRAMS[1:], search=False, keep=lambda record: None)
+    if large["ok"] or "more than" not in large["error"]:
+        wrong.append(f"llama3-8b in bfloat16 is not refused on one v5e for its size: {large['error']}")
+    return wrong
+
+
+def document(records: list[dict[str, Any]], layout: str) -> str:
+    """docs/aot.md."""
+    ran = [r for r in records if r["kind"] == "program"]
+    wholes = [r for r in records if r["kind"] == "model"]
+    versions = {name: number for r in wholes for name, number in r["versions"].items()}
+    done = {(r["model"], r["target"]): r["complete"] for r in wholes}
+    missing = [
+        f"{model} on {chip}{' (in part)' if (model, chip) in done else ''}"
+        for model in MODELS
+        for chip in CHIPS
+        if not done.get((model, chip))
+    ]
+    cases = [r for r in records if r["kind"] == "kernel"]
+    missing += [f"kernels on {t}" for t in CHIPS if t not in {r["target"] for r in cases}]
+    lines = [
+        "# Programs compiled for chips that are not attached",
+        "",
+        f"Written by `scripts/aot.py` on {datetime.date.today()}:",
+        ", ".join(f"{name} {number}" for name, number in versions.items()) + ".",
+        "",
+        "Each line is one program of the engine's warm-up (`jaxinfer compile MODEL --target CHIP`), compiled by the",
+        "real compiler of the chip from the shapes of its arguments. A line proves that the compiler takes the program",
+        "and what memory it needs; no value was computed and nothing was timed but the compiler. XLA for GPUs chooses",
+        "between kernels by trying them on a GPU; without one it takes its defaults. Cycles are the TPU compiler's own",
+        "estimates for XLA's part; the Pallas calls stand beside them with what they declare.",
+        "",
+        f"Options: {', '.join(f'`{k}={v}`' for k, v in OPTIONS.items())}, else the defaults of `LLM`.",
+        "",
+        f"Not run yet: {', '.join(missing) or 'nothing is missing'}.",
+        "",
+        "## Programs",
+        "",
+        *report.markdown_table(ran),
+        "",
+        "## Refused",
+        "",
+        *[f"- {r['model']} on {r['target']}: {r['error']}" for r in wholes if not r["ok"]],
+        "",
+        "## Kernels",
+        "",
+        "| target | compiled | refused by our own checks | rejected or failed |",
+        "|---|---|---|---|",
+    ]
+    for target in dict.fromkeys(r["target"] for r in cases):
+        mine = [r for r in cases if r["target"] == target]
+        count = {name: sum(r["result"] == name for r in mine) for name in ("compiled", "refused")}
+        bad = [r["case"] for r in mine if r["result"] not in count]
+        lines.append(f"| {target} | {count['compiled']} | {count['refused']} | {', '.join(bad) or 'none'} |")
+    lines += [
+        "",
+        "## Layout of pages",
+        "",
+        "What a kernel that aliases the pool needs besides its arguments on a v6e, divided by the bytes of the pool",
+        "(`scripts/page_layout.py`): 0 is a pool in place, 1 and more is a copy of all of it in every call.",
+        "",
+        layout.rstrip(),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--smoke", action="store_true")
+    parser.add_argument("--write", type=Path, help="the document")
+    parser.add_argument("--records", type=Path, help="JSON lines: kept, and what is run now is added")
+    parser.add_argument("--targets", default=",".join(CHIPS))
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--kernels", default="", help="only cases whose name contains this; none for none")
+    parser.add_argument(
+        "--programs", help='names with ; between, such as "decode[64,1] greedy"; default: all'
+    )
+    options = parser.parse_args()
+    if options.smoke:
+        start = time.perf_counter()
+        wrong = smoke()
+        print(f"{time.perf_counter() - start:.0f} s")
+        sys.exit("\n".join(wrong) or None)
+    records = []
+    if options.records and options.records.exists():
+        records = [json.loads(line) for line in options.records.read_text().splitlines()]
+
+    def keep(record: dict[str, Any]) -> None:
+        records.append(record)
+        if options.records:
+            with options.records.open("a") as file:
+                print(json.dumps(record), file=file)
+
+    for target in filter(None, options.targets.split(",")):
+        for model in filter(None, options.models.split(",")):
+            which = "all" if options.programs is None else options.programs.split(";")
+            programs(model, target, which, search=True, keep=keep)
+        if options.kernels != "none":
+            for record in kernels(target, options.kernels):
+                keep(record)
+    if options.write:
+        options.write.write_text(document(records, page_layout()))
+
+
+if __name__ == "__main__":
+    main()
