@@ -6,7 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny_models import make_tiny, write_hf
+import text_fixtures
+from planted import make_planted, random_table
+from tiny_models import write_hf
 from typer.testing import CliRunner
 
 from jaxinfer.bench.workload import Lengths, Offer, at_rate, least_work, random_offers, read_offers
@@ -23,7 +25,10 @@ SMALL = "--max-num-seqs 2 --max-num-batched-tokens 32 --max-model-len 128"
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return str(write_hf(tmp_path_factory.mktemp("bench") / "tiny", *make_tiny("llama_gqa")))
+    """A folder with a planted-table model: 320 tokens, one for each byte among them."""
+    folder = write_hf(tmp_path_factory.mktemp("bench") / "tiny", *make_planted(random_table(320, "bench")))
+    text_fixtures.save(folder, text_fixtures.byte_level(), text_fixtures.BYTE_LEVEL_CONFIG)
+    return str(folder)
 
 
 def bench(model, options, *more):
