@@ -473,13 +473,13 @@ class Engine:
 
     def _account(self, scheduled: ScheduledStep, accepted: list[int], record: StepRecord) -> None:
         """Takes a committed step into the totals, and into the recording if there is one."""
-        work = self.metrics.work
-        before, forwards = work.num_tokens, 0
-        for row, count in zip(scheduled.rows, accepted, strict=True):
-            if count or not row.samples:  # else it had ended: what it drew is surplus
-                forwards = max(forwards, work.add_row(row.start, row.num_tokens, count))
-        work.num_forwards += forwards
-        record.num_tokens = work.num_tokens - before
+        before = self.metrics.work.num_tokens
+        self.metrics.work.add_step(
+            (row.start, row.num_tokens, count)
+            for row, count in zip(scheduled.rows, accepted, strict=True)
+            if count or not row.num_samples  # else it had ended: what it drew is surplus
+        )
+        record.num_tokens = self.metrics.work.num_tokens - before
         record.committed = self.clock()
         self.metrics.add_step(record)
         if self.recording is not None:

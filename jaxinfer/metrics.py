@@ -7,7 +7,7 @@ timeline: the last so many, and only if somebody asked for them (`engine.recordi
 import math
 import threading
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from queue import SimpleQueue
@@ -74,18 +74,25 @@ class Work:
     num_pairs: int = 0  # (query, key) pairs that attend
     num_resident: int = 0  # tokens whose K and V are read, summed over rows and forwards
 
-    def add_row(self, start: int, num_tokens: int, num_accepted: int) -> int:
-        """A row's part of a step: query tokens from position `start` on, and the tokens kept of what it drew.
+    def add_step(self, rows: Iterable[tuple[int, int, int]]) -> None:
+        """One program's part: of each row the position of its first query token, its query tokens, tokens kept.
 
-        Returns its forwards. The first has `num_tokens` query tokens, each further one a single token.
+        The first forward of a row has `query tokens`, each further one a single token.
         """
-        further = max(0, num_accepted - 1)
-        tokens, resident = num_tokens + further, start + num_tokens
+        forwards = tokens = samples = pairs = resident = 0
+        for start, num_tokens, num_kept in rows:
+            further = num_kept - 1 if num_kept > 1 else 0
+            new, end = num_tokens + further, start + num_tokens
+            tokens += new
+            samples += num_kept
+            pairs += new * start + new * (new + 1) // 2
+            resident += (1 + further) * end + further * (further + 1) // 2
+            forwards = max(forwards, 1 + further)
+        self.num_forwards += forwards
         self.num_tokens += tokens
-        self.num_samples += num_accepted
-        self.num_pairs += tokens * start + tokens * (tokens + 1) // 2
-        self.num_resident += (1 + further) * resident + further * (further + 1) // 2
-        return 1 + further
+        self.num_samples += samples
+        self.num_pairs += pairs
+        self.num_resident += resident
 
     def __sub__(self, before: "Work") -> "Work":
         return Work(**{name: value - getattr(before, name) for name, value in vars(self).items()})

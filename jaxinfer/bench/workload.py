@@ -136,9 +136,7 @@ def least_work(lengths: Sequence[tuple[int, int]]) -> Work:
 
     Every prompt in one piece, and as few forwards as the longest output has tokens.
     """
-    work = Work(num_forwards=max(output for _, output in lengths))
-    for prompt, output in lengths:
-        work.add_row(0, prompt, 1)
-        if output > 1:
-            work.add_row(prompt, 1, output - 1)
+    work = Work()
+    work.add_step((0, prompt, 1) for prompt, _ in lengths)
+    work.add_step((prompt, 1, output - 1) for prompt, output in lengths if output > 1)
     return work

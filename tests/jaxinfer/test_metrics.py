@@ -63,9 +63,13 @@ def brute_force(rows):
 def test_work_in_closed_form_is_the_sum_over_positions():
     rows = [(0, 1, 1), (0, 7, 0), (7, 5, 1), (12, 1, 1), (12, 1, 4), (3, 2, 3)]
     work = Work()
-    forwards = [work.add_row(*row) for row in rows]
-    assert forwards == [1, 1, 1, 1, 4, 3]
-    assert work == brute_force(rows)
+    for row in rows:
+        work.add_step([row])
+    assert work.num_forwards == 1 + 1 + 1 + 1 + 4 + 3
+    together = Work()
+    together.add_step(rows)
+    assert together.num_forwards == 4  # the longest row's: they share the weights
+    assert replace(work, num_forwards=0) == replace(together, num_forwards=0) == brute_force(rows)
 
 
 @pytest.mark.parametrize("name", ["llama_gqa", "llama_mqa_tied"])
