@@ -164,6 +164,17 @@ def test_tokens_that_come_together_are_one_gap():
     assert seqs[0].num_output_tokens == 9 and len(seqs[0].metrics.itl_s) == 2  # 1, then 4 and 4
 
 
+def test_an_aborted_request_counts_as_one_and_has_no_latency():
+    engine = make_engine(NAME)
+    (seqs,) = submit(engine, (random_tokens("a", 12), greedy_params(90)))
+    for _ in range(3):
+        engine.step()
+    engine.abort(seqs[0].request.request_id)
+    drain(engine)
+    stats = engine.stats()
+    assert stats.num_finished == {"abort": 1} and stats.latency["e2e_s"]["count"] == 0
+
+
 def recorded(**options):
     engine = make_engine(NAME, steps=1, **options)
     generate(engine, (random_tokens("warm", 20), greedy_params(2)))  # compiles
