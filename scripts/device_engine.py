@@ -42,7 +42,7 @@ QWEN3_0_6B = {
 TINY_QWEN3 = QWEN3_0_6B | {
     "vocab_size": 512,
     "hidden_size": 64,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 1,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
@@ -100,7 +100,7 @@ def run_nano(
         params = SamplingParams(temperature=0.6, max_tokens=max_tokens, ignore_eos=True)
         engine.add(Request(name, tuple(prompt), params, frozenset(), seed=0))
 
-    offer("warm", requests[0][0], 2 * engine.config.scheduler.decode_steps)
+    offer("warm", requests[0][0], min(2 * engine.config.scheduler.decode_steps, bench.lengths[1]))
     while engine.has_unfinished:
         engine.step()
     engine.recording = Recording(engine.clock)

@@ -71,6 +71,7 @@ def main() -> None:
     if args.compile_cache:
         jax.config.update("jax_compilation_cache_dir", args.compile_cache)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     device = jax.devices()[0]
     choice = defaults.implementation(args.implementation or "auto", device, "bfloat16", 128)
     hardware, why = None, ""

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxinfer import compile_cache
 from pallas_kernels.ragged_paged_attention.cases import CASES_BY_NAME
 
 ROOT = Path(__file__).parents[1]
@@ -150,6 +151,7 @@ def test_each_stage_runs_where_gguf_and_platformdirs_are_missing(stage, tmp_path
     out = tmp_path / "out.jsonl"
     command = [sys.executable, str(ROOT / "scripts" / "device_check.py"), "--stage", stage, "--tiny"]
     command += ["--hardware", "h200", "--out", str(out)]
+    command += ["--compile-cache", str(compile_cache.default_folder())]
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     result = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
     lines = [json.loads(line) for line in out.read_text().splitlines()]
