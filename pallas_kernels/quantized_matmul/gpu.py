@@ -5,8 +5,8 @@ registers, where they are widened, and a tile of few tokens is a narrow one (N f
 and many: with few, D is split so that all SMs stream weights.
 
 Block schedule: grid (tile of tokens, tile of outputs, split of D). In each block a fetching warpgroup brings steps of
-weights, x and scales into a ring of buffers by TMA; two computing warpgroups take 64 outputs each. They leave sums
-[split, F, T]; a plain JAX pass adds the splits and transposes.
+weights and x into a ring of buffers by TMA; two computing warpgroups take 64 outputs each, and read the scales of
+groups themselves. Tiles leave transposed, [tokens, outputs], by TMA; splits of D are added by plain JAX.
 """
 
 import functools
@@ -95,7 +95,7 @@ def schedule_of(
     num_tokens, in_dim = x.shape
     out_dim, group = qvalue.shape[0], in_dim // scale.shape[1]
     if blocks is None:
-        blocks = tuning.gpu_blocks(num_tokens, out_dim, in_dim, group, x.dtype, qvalue.dtype)
+        blocks = tuning.gpu_blocks(num_tokens, out_dim, in_dim, x.dtype, qvalue.dtype)
     return Schedule(
         num_tokens=num_tokens,
         out_dim=out_dim,
@@ -119,48 +119,55 @@ def _call(
     x_scale: jax.Array | None,  # f32[T, 1]
 ) -> jax.Array:
     b = s.blocks
-    scales = [scale] if offset is None else [scale, offset]
-    scale_buffers = []
-    if s.per_channel:
-        scales = [scale.reshape(s.out_dim)]
-    else:
-        # TMA needs rows of whole 16 bytes: a copy, but only where G is no multiple of 4
-        spare = -scale.shape[1] % (TMA_ROW_ALIGNMENT // 4)
-        scales = [jnp.pad(a, ((0, 0), (0, spare))) if spare else a for a in scales]
-        scale_buffers = [plgpu.SMEM((b.num_stages, BLOCK_F, s.block_groups), jnp.float32)] * len(scales)
+    scales = [scale.reshape(s.out_dim)] if s.per_channel else [scale] if offset is None else [scale, offset]
+    x_scales = []
+    if x_scale is not None:
+        x_scales = [jnp.pad(x_scale[:, 0], (0, s.steps_t * b.block_t - s.num_tokens))]
     sums = mosaic_gpu.kernel(
         functools.partial(_kernel, s),
         cost_estimate=estimate(s),
-        out_type=jax.ShapeDtypeStruct((b.num_splits, s.out_dim, s.steps_t * b.block_t), s.sum_dtype),
+        out_type=jax.ShapeDtypeStruct((b.num_splits, s.num_tokens, s.out_dim), s.sum_dtype),
         grid=(s.steps_t, s.steps_f, b.num_splits),
         grid_names=("tile_t", "tile_f", "split"),
         num_threads=COMPUTE_WARPGROUPS + 1,
         thread_name="warpgroup",
         scratch_types=[
             plgpu.SMEM(
-                (b.num_stages, BLOCK_F, b.block_d), s.weight_dtype, transforms=_swizzle(s.weight_dtype)
+                (b.num_stages, BLOCK_F, b.block_d), s.weight_dtype, transforms=_swizzle(CHUNK, s.weight_dtype)
             ),
-            plgpu.SMEM((b.num_stages, b.block_t, b.block_d), s.x_dtype, transforms=_swizzle(s.x_dtype)),
-            *scale_buffers,
-            plgpu.Barrier(num_arrivals=2 + len(scale_buffers), num_barriers=b.num_stages),
+            plgpu.SMEM(
+                (b.num_stages, b.block_t, b.block_d), s.x_dtype, transforms=_swizzle(CHUNK, s.x_dtype)
+            ),
+            plgpu.SMEM(
+                (COMPUTE_WARPGROUPS, b.block_t, WGMMA_ROWS),
+                s.sum_dtype,
+                transforms=_swizzle(WGMMA_ROWS, s.sum_dtype),
+            ),
+            plgpu.Barrier(num_arrivals=2, num_barriers=b.num_stages),
             plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS, num_barriers=b.num_stages),
         ],
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="quantized_matmul",
-    )(x, qvalue, *scales)
-    out = sums[0] if b.num_splits == 1 else sums.sum(axis=0)
-    out = out.T[: s.num_tokens]  # [T, F]
-    if x_scale is not None:
-        out = out * x_scale
-    return out.astype(s.out_dtype)
+    )(x, qvalue, *scales, *x_scales)
+    return sums[0] if b.num_splits == 1 else sums.sum(axis=0).astype(s.out_dtype)
+
+
+def add_product(sums: jax.Array, weights, x_ref) -> jax.Array:
+    """sums + weights @ x by WGMMA, accumulating in the registers of sums; weights are registers or shared memory.
+
+    A function of its own because the simulator has no pl.run_state: tests put an equal in its place.
+    """
+
+    def multiply(acc_ref):
+        plgpu.wgmma(acc_ref, weights, x_ref)
+
+    return pl.run_state(multiply)(plgpu.ACC.init(sums))
 
 
 def _kernel(s: Schedule, x_ref, weight_ref, *refs):
     """One tile of tokens and outputs over one split of D."""
     b = s.blocks
-    num_scales = 1 + s.has_offset
-    scale_refs, (sums_ref, weight_smem, x_smem) = refs[:num_scales], refs[num_scales : num_scales + 3]
-    *scale_smems, filled, consumed = refs[num_scales + 3 :]
+    *scale_refs, sums_ref, weight_smem, x_smem, sums_smem, filled, consumed = refs
     tile_t, tile_f = lax.axis_index("tile_t"), lax.axis_index("tile_f")
     split, warpgroup = lax.axis_index("split"), lax.axis_index("warpgroup")
     first_step = split * s.steps_of_split
@@ -184,75 +191,88 @@ def _kernel(s: Schedule, x_ref, weight_ref, *refs):
             inputs = pl.ds(step * b.block_d, b.block_d)
             plgpu.copy_gmem_to_smem(weight_ref.at[outputs, inputs], weight_smem.at[stage], filled.at[stage])
             plgpu.copy_gmem_to_smem(x_ref.at[tokens, inputs], x_smem.at[stage], filled.at[stage])
-            groups = pl.ds(step * s.block_groups, s.block_groups)
-            for scale_ref, scale_smem in zip(scale_refs[: len(scale_smems)], scale_smems, strict=True):
-                plgpu.copy_gmem_to_smem(scale_ref.at[outputs, groups], scale_smem.at[stage], filled.at[stage])
 
     first_output = tile_f * BLOCK_F + warpgroup * WGMMA_ROWS
 
-    @pl.when(warpgroup < COMPUTE_WARPGROUPS)
+    @pl.when((warpgroup < COMPUTE_WARPGROUPS) & (first_output < s.out_dim))
     def _compute():
         plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
-        rows = pl.ds(warpgroup * WGMMA_ROWS, WGMMA_ROWS)
+        outputs, rows = pl.ds(first_output, WGMMA_ROWS), pl.ds(warpgroup * WGMMA_ROWS, WGMMA_ROWS)
 
-        def multiply(acc_ref):
-            @pl.loop(first_step, end_step)
-            def _multiply_step(step):
-                stage = lax.rem(step - first_step, b.num_stages)
-                plgpu.barrier_wait(filled.at[stage])
-                for start in range(0, b.block_d, CHUNK):
-                    inputs = pl.ds(start, CHUNK)
-                    weights = weight_smem.at[stage, rows, inputs]
-                    if s.x_dtype != jnp.int8:
-                        weights = _widen(s, weights, [ref.at[stage, rows] for ref in scale_smems], start)
-                    plgpu.wgmma(acc_ref, weights, x_smem.at[stage, :, inputs].T)
-                    plgpu.wgmma_wait(0)
-                plgpu.barrier_arrive(consumed.at[stage])
+        def multiply_step(step, sums):
+            stage = lax.rem(step - first_step, b.num_stages)
+            # On their way while the step's weights are.
+            scales = [] if s.per_channel else [_scales_of_step(s, ref, outputs, step) for ref in scale_refs]
+            plgpu.barrier_wait(filled.at[stage])
+            for start in range(0, b.block_d, CHUNK):
+                inputs = pl.ds(start, CHUNK)
+                weights = weight_smem.at[stage, rows, inputs]
+                if s.x_dtype != jnp.int8:
+                    groups = slice(start // s.group, (start + CHUNK) // s.group)
+                    weights = _widen(s, weights, [columns[groups] for columns in scales])
+                sums = add_product(sums, weights, x_smem.at[stage, :, inputs].T)
+            plgpu.barrier_arrive(consumed.at[stage])
+            return sums
 
-            return acc_ref[...]
+        sums = jnp.zeros((WGMMA_ROWS, b.block_t), jnp.int32 if s.x_dtype == jnp.int8 else jnp.float32)
+        sums = plgpu.layout_cast(sums, plgpu.Layout.WGMMA)
+        sums = lax.fori_loop(first_step, end_step, multiply_step, sums).astype(jnp.float32)
+        if s.per_channel:
+            sums = sums * lax.broadcast_in_dim(_load_column(scale_refs[0].at[outputs]), sums.shape, [0])
+        if s.x_dtype == jnp.int8:
+            x_scale = plgpu.load(
+                scale_refs[1].at[tokens], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False
+            )
+            sums = sums * lax.broadcast_in_dim(x_scale, sums.shape, [1])
+        sums = plgpu.layout_cast(sums.astype(s.sum_dtype), plgpu.Layout.WGMMA_TRANSPOSED)
+        sums_smem.at[warpgroup].T[...] = sums
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(sums_smem.at[warpgroup], sums_ref.at[split, tokens, outputs])
+        plgpu.wait_smem_to_gmem(0)
 
-        acc_dtype = jnp.int32 if s.x_dtype == jnp.int8 else jnp.float32
-        sums = pl.run_scoped(multiply, plgpu.ACC((WGMMA_ROWS, b.block_t), acc_dtype))
-
-        @pl.when(first_output < s.out_dim)
-        def _store():
-            outputs = pl.ds(first_output, WGMMA_ROWS)
-            result = sums.astype(jnp.float32)
-            if s.per_channel:
-                scale = plgpu.load(
-                    scale_refs[0].at[outputs], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False
-                )
-                result = result * lax.broadcast_in_dim(scale, result.shape, [0])
-            mosaic_gpu.store_to_gmem(sums_ref.at[split, outputs, tokens], result.astype(s.sum_dtype))
+    @pl.when((warpgroup < COMPUTE_WARPGROUPS) & (first_output >= s.out_dim))
+    def _no_outputs():
+        @pl.loop(first_step, end_step)
+        def _skip(step):
+            stage = lax.rem(step - first_step, b.num_stages)
+            plgpu.barrier_wait(filled.at[stage])
+            plgpu.barrier_arrive(consumed.at[stage])
 
 
-def _widen(s: Schedule, weights_ref, scale_refs, start: int) -> jax.Array:
-    """bfloat16 [WGMMA_ROWS, CHUNK] of inputs from `start` of a step on, scaled where groups have scales."""
+def _scales_of_step(s: Schedule, scale_ref, outputs, step: jax.Array) -> list[jax.Array]:
+    """f32[WGMMA_ROWS] for each group of a step; what lies past D, where x is zero, gets the last group's."""
+    groups = [step * s.block_groups + i for i in range(s.block_groups)]
+    last = s.in_dim // s.group - 1
+    return [_load_column(scale_ref.at[outputs, jnp.minimum(group, last)]) for group in groups]
+
+
+def _load_column(ref) -> jax.Array:
+    """[WGMMA_ROWS] of GMEM, a row of WGMMA's layout each."""
+    return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+
+
+def _widen(s: Schedule, weights_ref, scales: list[list[jax.Array]]) -> jax.Array:
+    """bfloat16 [WGMMA_ROWS, CHUNK], scaled where groups have scales: (scales, and offsets if any) of each."""
     layout = plgpu.Layout.WGMMA_UPCAST_2X if s.weight_dtype == jnp.int8 else plgpu.Layout.WGMMA_UPCAST_4X
     weights = plgpu.layout_cast(plgpu.load(weights_ref, layout=layout), plgpu.Layout.WGMMA)
     weights = weights.astype(jnp.bfloat16)
     if s.per_channel:
         return weights
     scaled = []
-    for i in range(CHUNK // s.group):
+    for i, columns in enumerate(zip(*scales, strict=True)):
         part = weights[:, i * s.group : (i + 1) * s.group].astype(jnp.float32)
-
-        def of_group(ref, i=i, shape=part.shape):
-            column = ref.at[:, start // s.group + i]
-            column = plgpu.load(column, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
-            return lax.broadcast_in_dim(column, shape, [0])
-
-        part = part * of_group(scale_refs[0])
-        if s.has_offset:
-            part = part + of_group(scale_refs[1])
+        scale, *offset = (lax.broadcast_in_dim(column, part.shape, [0]) for column in columns)
+        part = part * scale
+        if offset:
+            part = part + offset[0]
         scaled.append(part.astype(jnp.bfloat16))
     return scaled[0] if len(scaled) == 1 else jnp.concatenate(scaled, axis=1)
 
 
-def _swizzle(dtype: jax.typing.DTypeLike) -> tuple[Any, ...]:
-    """Transforms of a shared buffer whose rows are cut into CHUNK inputs: the widest swizzle, at most 128 bytes."""
+def _swizzle(width: int, dtype: jax.typing.DTypeLike) -> tuple[Any, ...]:
+    """Transforms of a shared buffer that is read width elements at a time: the widest swizzle, at most 128 bytes."""
     bits = jax.dtypes.itemsize_bits(dtype)
-    lanes = min(CHUNK, 128 * 8 // bits)
+    lanes = min(width, 128 * 8 // bits)
     return (
         plgpu.TilingTransform((8, lanes)),  # type: ignore[abstract]  # mypy sees protocols' empty bodies
         plgpu.SwizzleTransform(lanes * bits // 8),  # type: ignore[abstract]

@@ -60,8 +60,8 @@ class Schedule:
 
     @property
     def sum_dtype(self) -> jax.typing.DTypeLike:
-        """Of what the kernel leaves: float32 where something is still to be added or multiplied."""
-        return self.out_dtype if self.blocks.num_splits == 1 and self.x_dtype != "int8" else "float32"
+        """Of what the kernel leaves: parts of a sum are float32."""
+        return self.out_dtype if self.blocks.num_splits == 1 else "float32"
 
 
 class Cost(NamedTuple):
@@ -70,16 +70,17 @@ class Cost(NamedTuple):
 
 
 def count(s: Schedule) -> Cost:
-    """What a call moves and computes: every TMA copy cut at the array's end, the sums, and the pass over them.
+    """What a call moves and computes: every TMA copy cut at the array's end, and the sums of splits.
 
-    Tiles that read the same weights, and those that read the same x, run side by side: L2 reads either once.
+    Tiles that read the same weights or scales, and those that read the same x, run side by side: L2 reads each once.
     """
     groups = 1 if s.per_channel else s.in_dim // s.group
     moved = s.out_dim * s.in_dim * _bits(s.weight_dtype) // 8
     moved += s.num_tokens * s.in_dim * _bits(s.x_dtype) // 8
     moved += (1 + s.has_offset) * s.out_dim * groups * 4 + 4 * s.num_tokens * (s.x_dtype == "int8")
-    sums = s.blocks.num_splits * s.out_dim * s.steps_t * s.blocks.block_t * _bits(s.sum_dtype) // 8
-    moved += 2 * sums + s.num_tokens * s.out_dim * _bits(s.out_dtype) // 8
+    moved += s.num_tokens * s.out_dim * _bits(s.out_dtype) // 8
+    if s.blocks.num_splits > 1:
+        moved += 2 * s.blocks.num_splits * s.num_tokens * s.out_dim * 4
     flops = 2 * s.steps_t * s.blocks.block_t * s.steps_f * BLOCK_F * s.steps_d * s.blocks.block_d
     return Cost(moved, flops)
 

@@ -22,6 +22,7 @@ from pallas_kernels.quantized_matmul.reference import quantize_rows
 from pallas_kernels.quantized_matmul.tpu_schedule import LANES, Blocks, Schedule, estimate
 
 VMEM_SLACK_BYTES = 16 << 20  # for values that do not stay in registers
+PRODUCT_INPUTS = 512  # whose weights are widened before a product: as many as stay near the matrix unit
 VMEM_BYTES = 60 << 20  # that a call may ask for: tpu7x has 64 MiB per core, the others more
 
 
@@ -108,16 +109,11 @@ def _call(
     if s.per_channel:
         scales = [scale.reshape(1, s.out_dim)]
         scale_spec = pl.BlockSpec((1, b.block_f), lambda t, f, d: (0, f))
-        body = _per_channel
-    elif s.scales_sums:
-        scales = [a.T for a in scales]  # f32[G, F]
-        scale_spec = pl.BlockSpec((s.block_groups, b.block_f), lambda t, f, d: (d, f))
-        body = _scaled_sums
     else:
-        # f32[D / block_d, F, groups of a block]: so a block's groups are lanes known at compile time
-        scales = [a.reshape(s.out_dim, -1, s.block_groups).swapaxes(0, 1) for a in scales]
-        scale_spec = pl.BlockSpec((None, b.block_f, s.block_groups), lambda t, f, d: (d, f, 0))
-        body = _scaled_weights
+        # f32[G, F]: what the compiler keeps an [F, G] of few groups as, since that has fewer lanes to pad
+        scales = [a.T for a in scales]
+        scale_spec = pl.BlockSpec((s.block_groups, b.block_f), lambda t, f, d: (d, f))
+    body = _per_channel if s.per_channel else _scaled_sums if s.scales_sums else _scaled_weights
     in_specs += [scale_spec] * len(scales)
     operands = [x, qvalue, *scales]
     if x_scale is not None:
@@ -191,26 +187,31 @@ def _scaled_sums(s: Schedule, x_ref, weight_ref, columns, side_refs, acc_ref):
 
 
 def _scaled_weights(s: Schedule, x_ref, weight_ref, columns, side_refs, acc_ref):
-    """Weights scaled in float32 and rounded to x's dtype, then one product."""
+    """Weights scaled in float32 and rounded to x's dtype, then a product for every PRODUCT_INPUTS of them."""
     tile_f, block_d = weight_ref.shape
-    widened = []
-    for start in range(0, block_d, LANES):
-        size = min(LANES, block_d - start)
+    by_output = [ref[:, columns].T for ref in side_refs]  # f32[tile_f, groups of the block]
+
+    def of_lanes(values: jax.Array, start: int, size: int) -> jax.Array:
+        """f32[tile_f, size]: of each lane that of its group."""
         group_of_lane = lax.broadcasted_iota(jnp.int32, (tile_f, size), 1) // s.group
+        first = start // s.group
+        lanes = values[:, first : first + 1]
+        for i in range(1, size // s.group):
+            lanes = jnp.where(group_of_lane == i, values[:, first + i : first + i + 1], lanes)
+        return lanes
 
-        def of_lanes(ref, start=start, size=size, group_of_lane=group_of_lane):
-            """f32[tile_f, size]: of each lane that of its group."""
-            first = start // s.group
-            lanes = ref[columns, pl.ds(first, 1)]
-            for i in range(1, size // s.group):
-                lanes = jnp.where(group_of_lane == i, ref[columns, pl.ds(first + i, 1)], lanes)
-            return lanes
-
-        value = weight_ref[:, pl.ds(start, size)].astype(jnp.float32) * of_lanes(side_refs[0])
-        if s.has_offset:
-            value = value + of_lanes(side_refs[1])
-        widened.append(value.astype(x_ref.dtype))
-    acc_ref[...] += _dot(x_ref[...], jnp.concatenate(widened, axis=1))
+    for product in range(0, block_d, PRODUCT_INPUTS):
+        end = min(product + PRODUCT_INPUTS, block_d)
+        widened = []
+        for start in range(product, end, LANES):
+            size = min(LANES, end - start)
+            value = weight_ref[:, pl.ds(start, size)].astype(jnp.float32) * of_lanes(
+                by_output[0], start, size
+            )
+            if s.has_offset:
+                value = value + of_lanes(by_output[1], start, size)
+            widened.append(value.astype(x_ref.dtype))
+        acc_ref[...] += _dot(x_ref[:, pl.ds(product, end - product)], jnp.concatenate(widened, axis=1))
 
 
 def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -234,10 +235,8 @@ def _vmem_bytes(s: Schedule) -> int:
     bits = jax.dtypes.itemsize_bits
     buffers = b.block_t * b.block_d * bits(s.x_dtype) + b.block_f * b.block_d * bits(s.weight_dtype)
     buffers += b.block_t * b.block_f * bits(s.out_dtype)
-    if s.per_channel:
-        buffers += 8 * b.block_f * 32
-    elif s.scales_sums:
-        buffers += (1 + s.has_offset) * -(-s.block_groups // 8) * 8 * b.block_f * 32
-    else:
-        buffers += (1 + s.has_offset) * b.block_f * LANES * 32
+    rows = (
+        8 if s.per_channel else (1 + s.has_offset) * pl.cdiv(s.block_groups, 8) * 8
+    )  # of scales, in sublanes
+    buffers += rows * b.block_f * 32
     return 2 * buffers // 8 + b.block_t * b.block_f * 4 + VMEM_SLACK_BYTES

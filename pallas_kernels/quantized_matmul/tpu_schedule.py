@@ -73,10 +73,7 @@ def count(s: Schedule) -> Cost:
         moved += steps_t * s.out_dim * 4
         moved += 4 * s.num_tokens * (s.x_dtype == "int8")
     else:
-        scales = (1 + s.has_offset) * s.out_dim * (s.in_dim // s.group) * 4
-        moved += steps_t * scales
-        if not s.scales_sums:
-            moved += 2 * scales  # put in the order of blocks before the kernel
+        moved += steps_t * (1 + s.has_offset) * s.out_dim * (s.in_dim // s.group) * 4
     spread = b.chunk // s.group if s.scales_sums and not s.per_channel else 1
     flops = 2 * steps_t * b.block_t * steps_f * b.block_f * s.in_dim * max(spread, 1)
     return Cost(moved, flops)

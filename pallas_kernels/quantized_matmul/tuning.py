@@ -53,8 +53,8 @@ def tpu_blocks(
     block_t = min(pl.cdiv(num_tokens, sublanes) * sublanes, max_t)
     block_f = pl.cdiv(pl.cdiv(out_dim, pl.cdiv(out_dim, max_f)), LANES) * LANES  # even parts of F
     tile_f = next(size for size in (512, 384, 256, LANES) if block_f % size == 0)
-    # Whole lanes; where scales lie in sublanes, whole tiles of them. All of D is always whole.
-    step_d = 8 * group if few and group != in_dim else LANES
+    # Whole lanes; of scales, which lie in sublanes, whole tiles. All of D is always whole.
+    step_d = LANES if group == in_dim else 8 * group
     max_d = TPU_MANY_ROWS_BLOCK_D
     if few:
         max_d = max(TPU_WEIGHT_BYTES * 8 // (block_f * jax.dtypes.itemsize_bits(weight_dtype)), step_d)
@@ -63,26 +63,21 @@ def tpu_blocks(
 
 
 def gpu_blocks(
-    num_tokens: int, out_dim: int, in_dim: int, group: int, x_dtype: Any, weight_dtype: Any
+    num_tokens: int, out_dim: int, in_dim: int, x_dtype: Any, weight_dtype: Any
 ) -> gpu_schedule.Blocks:
-    """Blocks of the GPU kernel. group is D where there is one scale per output."""
+    """Blocks of the GPU kernel."""
     weight_bits, x_bits = jax.dtypes.itemsize_bits(weight_dtype), jax.dtypes.itemsize_bits(x_dtype)
     block_d = gpu_schedule.CHUNK * 8 // weight_bits
-    if group != in_dim:
-        block_d = max(block_d, 4 * group)  # four float32 scales are the least that TMA copies of a row
-
-    def stages(block_t: int) -> int:
-        bits = block_d * (gpu_schedule.BLOCK_F * weight_bits + block_t * x_bits)
-        scale_bytes = 0 if group == in_dim else 2 * gpu_schedule.BLOCK_F * (block_d // group) * 4
-        return GPU_SMEM_BYTES // (bits // 8 + scale_bytes)
-
     block_t = 8
-    while block_t < min(num_tokens, GPU_MAX_BLOCK_T) and stages(2 * block_t) >= 2:
+    while block_t < min(num_tokens, GPU_MAX_BLOCK_T):
         block_t *= 2
+    stage_bytes = block_d * (gpu_schedule.BLOCK_F * weight_bits + block_t * x_bits) // 8
+    sum_bytes = gpu_schedule.BLOCK_F * block_t * 4  # of a tile that leaves
+    num_stages = min((GPU_SMEM_BYTES - sum_bytes) // stage_bytes, 8)
     steps_t, steps_d = pl.cdiv(num_tokens, block_t), pl.cdiv(in_dim, block_d)
     tiles = steps_t * pl.cdiv(out_dim, gpu_schedule.BLOCK_F)
-    sum_bytes = 2 * 4 * steps_t * block_t  # per output and split
-    most_splits = in_dim * weight_bits // 8 // GPU_SUMS_SHARE // sum_bytes
+    # A split writes, and the pass that adds them reads, 8 bytes per token and output.
+    most_splits = in_dim * weight_bits // 8 // GPU_SUMS_SHARE // (8 * num_tokens)
     num_splits = max(min(GPU_SMS // tiles, most_splits, steps_d), 1)
     num_splits = pl.cdiv(steps_d, pl.cdiv(steps_d, num_splits))  # those that get a step
-    return gpu_schedule.Blocks(block_t, block_d, min(stages(block_t), 8), num_splits)
+    return gpu_schedule.Blocks(block_t, block_d, num_stages, num_splits)
