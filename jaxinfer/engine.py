@@ -22,13 +22,22 @@ from jaxinfer import batch as batches
 from jaxinfer import kv_cache as kv
 from jaxinfer import logprobs, sampling
 from jaxinfer.batch import StepBatch
-from jaxinfer.kv_cache import KVCacheSpec
+from jaxinfer.kv_cache import KVCache, KVCacheSpec
 from jaxinfer.logits_processors import ProcessorArgs
 from jaxinfer.logprobs import PromptPiece
 from jaxinfer.metrics import Metrics, Recording, RowRecord, SequenceRecord, StepRecord, StepTotals, Work
 from jaxinfer.page_allocator import PageAllocator
 from jaxinfer.request import MAX_ARRAY_ENTRIES, MAX_LOGPROB_ENTRIES, Request, RequestMetrics, Sequence
-from jaxinfer.sampling import LogitsProcessor, LogprobsMode, SampleOutput, SamplingBatch, SamplingRow, Variant
+from jaxinfer.sampling import (
+    LogitsProcessor,
+    LogprobsMode,
+    RowState,
+    SampleOutput,
+    SamplingBatch,
+    SamplingRow,
+    Variant,
+)
+from jaxinfer.saved_programs import SavedPrograms
 from jaxinfer.scheduler import ScheduledStep, Scheduler, SchedulerConfig, SchedulerStats
 from jaxinfer.step import NUM_END_IDS, Buckets, DecodeLimits, Program, Programs, example_arguments
 
@@ -50,6 +59,7 @@ class EngineConfig:
     cache_salt: str = ""  # names the model: pages are shared only under the same salt
     logits_processors: tuple[LogitsProcessor, ...] = ()
     logits_processor_args: Mapping[str, Any] | None = None  # see logits_processors.py
+    saved_programs: SavedPrograms | None = None  # loaded instead of compiled, where it has them
 
 
 @dataclass(frozen=True)
@@ -78,6 +88,15 @@ class _InFlight(NamedTuple):
     pieces: list[PromptPiece]
     record: StepRecord
     done: SimpleQueue[float] | None  # gets the time at which the device is done, with a recording
+
+
+def helper_arguments(cache: KVCache, rows: RowState) -> dict[Callable[..., Any], tuple]:
+    """The functions that run between steps, with arguments of their shapes (arrays, or shapes as given)."""
+    pages, tokens = np.zeros(PAGE_COPIES, np.int32), np.zeros(rows.token_ids.shape[1], np.int32)
+    return {
+        kv.copy_pages: (cache, pages, pages),
+        sampling.set_row: (rows, np.int32(0), tokens, np.int32(0)),
+    }
 
 
 class Engine:
@@ -113,6 +132,7 @@ class Engine:
             logits_processors=config.logits_processors,
             matmul_precision=config.matmul_precision,
             strict=config.strict_compile,
+            saved=config.saved_programs,
         )
         self._processor_args = ProcessorArgs(config.logits_processor_args)
         self.metrics = Metrics()
@@ -532,9 +552,8 @@ class Engine:
                 program = replace(program, processor_args=self._processor_args.signature)
             self.programs.get(program, self._warmup_arguments(program))
             progress(program)
-        pages, tokens = (np.zeros(n, np.int32) for n in (PAGE_COPIES, self.config.scheduler.max_model_len))
-        self.programs.helper(kv.copy_pages, (self._cache, pages, pages))
-        self.programs.helper(sampling.set_row, (self._rows, np.int32(0), tokens, np.int32(0)))
+        for function, arguments in helper_arguments(self._cache, self._rows).items():
+            self.programs.helper(function, arguments)
         self.programs.warm = True
 
     def _warmup_arguments(self, program: Program) -> tuple:

@@ -17,7 +17,6 @@ from tqdm import tqdm
 from jaxinfer import chat, compile_cache, defaults, planner
 from jaxinfer import prompts as prompts_
 from jaxinfer.engine import Engine, EngineConfig, EngineStats
-from jaxinfer.kv_cache import KVCacheSpec
 from jaxinfer.loading import check_names, find_model, given_model, refuse_unknown
 from jaxinfer.metrics import Work
 from jaxinfer.planner import hardware
@@ -29,6 +28,7 @@ from jaxinfer.records import Record
 from jaxinfer.request import Loglikelihood, Request, RequestOutput, SamplingParams, TopK
 from jaxinfer.request_loop import Outputs, RequestLoop
 from jaxinfer.sampling import LogitsProcessor, LogprobsMode
+from jaxinfer.saved_programs import SavedPrograms
 from jaxinfer.scheduler import SchedulerConfig
 from jaxinfer.step import Buckets
 from jaxinfer.tokenizer import Tokenizer
@@ -74,6 +74,9 @@ class LLM:
         generation_config.json (`default_sampling_params`); "none": it takes `SamplingParams()`. Parameters that
         a request gives are never mixed with the file's.
       compilation_cache_dir: folder of compiled programs, "auto", or None for no cache.
+      programs: a folder of `jaxinfer compile --save` for this device, whose programs are loaded instead of
+        compiled; `saved_programs.options(folder)` has the options to give beside it. It holds machine code: only
+        load one that you trust.
 
     A sequence ends, in this order: at an end id of the model unless `ignore_eos` (finish_reason "stop", stop_reason
     None), at one of `stop_token_ids` ("stop", the id), at a stop string ("stop", the string), or at `max_tokens` or
@@ -119,6 +122,7 @@ class LLM:
         generation_config: str = "auto",
         compilation_cache_dir: str | Path | None = "auto",
         buckets: Buckets | None = None,
+        programs: str | Path | None = None,
         **unknown: Any,
     ) -> None:
         refuse_unknown(unknown)
@@ -142,6 +146,11 @@ class LLM:
             compile_cache.default_folder() if compilation_cache_dir == "auto" else compilation_cache_dir
         )
         device = jax.devices()[0]
+        if programs is not None and logits_processors:
+            raise ValueError(
+                "programs=... has none with logits_processors: functions are not saved; leave one out"
+            )
+        saved = None if programs is None else SavedPrograms(programs, device)
         if model is not None:
             found = find_model(model, revision, token, dtype, device, tokenizer, generation_config)
         elif revision is not None or token is not None:
@@ -210,6 +219,7 @@ class LLM:
                 cache_salt=found.name,
                 logits_processors=tuple(logits_processors),
                 logits_processor_args=logits_processor_args,
+                saved_programs=saved,
             ),
             bad_word_ids=None if found.tokenizer is None else self._bad_word_ids,
         )

@@ -24,11 +24,12 @@ from flax import struct
 
 from jaxinfer import batch as batches
 from jaxinfer import kv_cache as kv
-from jaxinfer import sampling
+from jaxinfer import sampling, saved_programs
 from jaxinfer.batch import StepBatch, last_token_indices, next_decode
 from jaxinfer.kv_cache import KVCache
 from jaxinfer.logits_processors import Signature
 from jaxinfer.sampling import LogitsProcessor, LogprobsMode, RowState, SampleOutput, SamplingBatch, Variant
+from jaxinfer.saved_programs import SavedPrograms
 from jaxinfer.scheduler import SchedulerConfig
 
 logger = logging.getLogger(__name__)
@@ -347,8 +348,9 @@ class Programs:
         logits_processors: tuple[LogitsProcessor, ...] = (),
         matmul_precision: str | None = None,
         strict: bool = False,
+        saved: SavedPrograms | None = None,
     ) -> None:
-        self._model, self._config = model, config
+        self._model, self._config, self._saved = model, config, saved
         self._logprobs_mode, self._logits_processors = logprobs_mode, logits_processors
         self._precision, self._strict = matmul_precision, strict
         self._compiled: dict[Program, Callable[..., Any]] = {}
@@ -361,7 +363,7 @@ class Programs:
         return len(self._compiled)
 
     def get(self, program: Program, arguments: tuple) -> Callable[..., Any]:
-        """The executable of `program`, compiled for `arguments` if it is not there yet.
+        """The executable of `program`, loaded or compiled for `arguments` if it is not there yet.
 
         Args:
           program: what to compile.
@@ -370,12 +372,16 @@ class Programs:
 
         Raises:
           RuntimeError: the engine is warm and strict, and `program` is none of its buckets.
+          ValueError: a saved program was compiled from other settings.
         """
         with self._lock:
             if program not in self._compiled:
                 if self.warm:
                     self._late(program)
-                self._compiled[program] = self._compile(str(program), self._jit(program, arguments), arguments)
+                jitted = self._jit(program, arguments)
+                self._compiled[program] = (
+                    self._make(str(program), jitted, arguments, self.identity(program, arguments))
+                )
             return self._compiled[program]
 
     def helper(self, function: Callable, arguments: tuple) -> Callable[..., Any]:
@@ -383,13 +389,23 @@ class Programs:
         with self._lock:
             if function not in self._helpers:
                 layouts = _layouts(arguments, lambda pages: pages)
-                jitted = jax.jit(function, donate_argnums=0, **layouts)
-                self._helpers[function] = self._compile(function.__name__, jitted, arguments)
+                jitted = jax.jit(function, donate_argnums=0, keep_unused=True, **layouts)
+                identity = saved_programs.identity(function.__name__, arguments)
+                self._helpers[function] = self._make(function.__name__, jitted, arguments, identity)
             return self._helpers[function]
+
+    def identity(self, program: Program, arguments: tuple) -> str:
+        """A hash of all that `program` is compiled from, logits processors left out."""
+        options = self._model.__name__, self._config, program, self._precision, self._logprobs_mode
+        return saved_programs.identity(*options, arguments)
 
     @property
     def num_helpers(self) -> int:
         return len(self._helpers)
+
+    def _make(self, name: str, jitted: Any, arguments: tuple, identity: str) -> Callable[..., Any]:
+        loaded = self._saved and self._saved.load(name, identity, jitted, arguments)
+        return loaded or self._compile(name, jitted, arguments)
 
     def _compile(self, name: str, jitted: Any, arguments: tuple) -> Callable[..., Any]:
         start = time.perf_counter()
@@ -401,12 +417,14 @@ class Programs:
         return compiled
 
     def _jit(self, program: Program, arguments: tuple) -> Any:
+        # keep_unused: an executable takes all leaves of its arguments, which is how a saved one is called.
         if program.kind == "score":
-            return jax.jit(partial(score, self._model, self._config, program.num_logprobs or 0))
+            function: Any = partial(score, self._model, self._config, program.num_logprobs or 0)
+            return jax.jit(function, keep_unused=True)
         options = (program, self._logprobs_mode, self._logits_processors)
         function = partial(run_steps, self._model, self._config, *options)
         layouts = _layouts(arguments, lambda pages: (None, pages, None))
-        return jax.jit(function, donate_argnums=(1, 2), **layouts)
+        return jax.jit(function, donate_argnums=(1, 2), keep_unused=True, **layouts)
 
     def _late(self, program: Program) -> None:
         message = f"program {program} was not among those compiled at warm-up"
