@@ -68,7 +68,36 @@ class Case:
         return f"{self.kernel}_{self.model}_{step}_page{self.page_size}_{self.kv_dtype}{options}"
 
 
-def cases() -> list[Case]:
+@dataclasses.dataclass(frozen=True)
+class Matmul:
+    """A product with quantized weights, by the name of its shapes in quantized_matmul/cases.py."""
+
+    weight: str
+    form: str
+    num_tokens: int
+
+    @property
+    def name(self) -> str:
+        return f"quantized_matmul_{self.weight}_{self.form}_{self.num_tokens}"
+
+
+def matmul_cases() -> list[Matmul]:
+    """Every form at Llama-3-8B's shapes, and every shape of the other models, with few rows and with many."""
+    llama = ("q", "k", "gate", "down", "unembed")
+    others = [f"smollm2_{name}" for name in llama]
+    others += [f"qwen3_0.6b_{name}" for name in ("q", "o", "gate", "down")]
+    others += [f"gemma3_1b_{name}" for name in ("q", "o", "gate", "down", "unembed")]
+    found = []
+    for form in ("int8", "int4", "q4_1", "w8a8"):
+        for rows in (1, 64, 512):
+            found += [Matmul(f"llama3_8b_{name}", form, rows) for name in llama if rows > 1 or name == "down"]
+    found += [
+        Matmul(weight, form, rows) for weight in others for form in ("int8", "q4_1") for rows in (7, 512)
+    ]
+    return found
+
+
+def attention_cases() -> list[Case]:
     """Every head shape, page dtype, page size and option at least once in a decode and in a mixed program."""
     smallest_page = {"float32": 16, "int8": 32, "int4": 64, "float8_e4m3fn": 32}
     found = []
@@ -98,8 +127,36 @@ def cases() -> list[Case]:
     return found
 
 
+def build_matmul(case: Matmul, device_kind: str) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """The function of a case and the shapes of its arguments; int8 products or bfloat16 ones, as the chip has."""
+    import functools
+
+    import jax
+    import jax.numpy as jnp
+
+    from pallas_kernels.quantized_matmul import tuning
+    from pallas_kernels.quantized_matmul.cases import model_case
+    from pallas_kernels.quantized_matmul.tpu import quantized_matmul
+
+    shape = model_case(case.weight, case.form, case.num_tokens)
+    groups = shape.in_dim // shape.group if shape.group else 1
+    scale = jax.ShapeDtypeStruct((shape.out_dim, groups), jnp.float32)
+    multiply = functools.partial(
+        quantized_matmul,
+        w8a8=tuning.w8a8_products(device_kind) if shape.w8a8 else None,
+        out_dtype=jnp.dtype(shape.dtype),
+        device_kind=device_kind,
+    )
+    return multiply, {
+        "x": jax.ShapeDtypeStruct((shape.num_tokens, shape.in_dim), shape.dtype),
+        "qvalue": jax.ShapeDtypeStruct((shape.out_dim, shape.in_dim), shape.weight_dtype),
+        "scale": scale,
+        "offset": scale if shape.has_offset else None,
+    }
+
+
 def build(case: Case) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """The function of a case and the shapes of its arguments."""
+    """The function of a case of paged attention, and the shapes of its arguments."""
     import jax
     import jax.numpy as jnp
 
@@ -149,7 +206,7 @@ def build(case: Case) -> tuple[Callable[..., Any], dict[str, Any]]:
     return (attend, arguments) if case.kernel == "attention" else (append_then_attend, arguments | appended)
 
 
-def compile_case(case: Case, topology: Any) -> dict[str, Any]:
+def compile_case(case: Case | Matmul, topology: Any) -> dict[str, Any]:
     """The JSON record of one case: "compiled", "refused" by our own check or "rejected" by the compiler."""
     import jax
     import numpy as np
@@ -161,8 +218,12 @@ def compile_case(case: Case, topology: Any) -> dict[str, Any]:
     record: dict[str, Any] = {"case": case.name, "chip": topology.devices[0].device_kind}
     started = time.perf_counter()
     try:
-        function, shapes = build(case)
-        row_major = MODELS[case.model][2] * 2 % LANES != 0
+        if isinstance(case, Matmul):
+            function, shapes = build_matmul(case, topology.devices[0].device_kind)
+            row_major = False
+        else:
+            function, shapes = build(case)
+            row_major = MODELS[case.model][2] * 2 % LANES != 0
         pool = Format(Layout((0, 1, 2, 3)), sharding) if row_major else sharding
         record["pool_layout"] = "row major" if row_major else "default"
         arguments = {
@@ -170,13 +231,11 @@ def compile_case(case: Case, topology: Any) -> dict[str, Any]:
             for name, x in shapes.items()
         }
         names = list(arguments)
-        appends = case.kernel != "attention"
+        appends = isinstance(case, Case) and case.kernel != "attention"
         jitted = jax.jit(
             lambda *arrays: function(**dict(zip(names, arrays, strict=True))),
             donate_argnums=tuple(i for i, name in enumerate(names) if name in POOLS) if appends else (),
-            out_shardings=((pool, None) if case.kernel == "kv_append" else (pool, None, None))
-            if appends
-            else None,
+            out_shardings=(pool, None, *((None,) if "q" in names else ())) if appends else None,
         )
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             lowered = jitted.lower(*arguments.values())
@@ -187,7 +246,7 @@ def compile_case(case: Case, topology: Any) -> dict[str, Any]:
         return record | {"result": "rejected", "why": str(error)[:3000]}
     memory = compiled.memory_analysis()
     assert memory is not None  # every compiler here reports it
-    pools = [shapes[name] for name in POOLS if shapes[name] is not None]
+    pools = [shapes[name] for name in (*POOLS, "qvalue") if shapes.get(name) is not None]
     return record | {
         "result": "compiled",
         "temp_bytes": memory.temp_size_in_bytes,
@@ -203,7 +262,7 @@ def compile_all(target: str, only: str) -> None:
     from jax.experimental import topologies
 
     topology = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[target])
-    for case in cases():
+    for case in [*attention_cases(), *matmul_cases()]:
         if only in case.name:
             print(json.dumps({"target": target} | compile_case(case, topology)), flush=True)
 
@@ -244,7 +303,7 @@ def main() -> None:
                     f"the compiler's process for {target} ended with {child.returncode}:\n{errors.read()[-3000:]}"
                 )
     if failures:
-        sys.exit(f"rejected, or the pool is copied: {failures}")
+        sys.exit(f"rejected, or the pool (of quantized_matmul: the weight) is copied: {failures}")
 
 
 if __name__ == "__main__":
