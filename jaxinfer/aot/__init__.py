@@ -1,6 +1,7 @@
 """Programs compiled by the real compilers for chips that are not attached.
 
     targets      which chips, and how their compilers are reached
+    options      which options of LLM act
     gpu_targets  GPUs by their published limits
     build        a model and options -> the programs that an engine there would run, as shapes
     child        compiles them, in a process with an environment of its own; one JSON line per answer
@@ -8,7 +9,7 @@
     compiler     the parent's end of that process
     search       the largest setting that fits
     report       all of it for people, and docs/aot.md
+    run          one model for one target, from its options to the results
 
-Nothing here is imported by the engine. This file and `targets`, `gpu_targets`, `compiler`, `search`, `hlo` and
-`report` import no jax.
+Nothing here is imported by the engine. Only `build` and `child` import jax.
 """

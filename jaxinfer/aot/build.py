@@ -14,26 +14,12 @@ import jax
 from checkpoints.loading import weight_leaves
 from jaxinfer import defaults, models, planner, sampling
 from jaxinfer import kv_cache as kv
+from jaxinfer.aot.options import DEFAULTS
 from jaxinfer.kv_cache import KVCacheSpec
 from jaxinfer.planner.shape import read_config
 from jaxinfer.sampling import SamplingBatch
 from jaxinfer.scheduler import SchedulerConfig
 from jaxinfer.step import Buckets, Program, Programs, example_arguments
-
-# Defaults of LLM; tests/jaxinfer/test_aot.py compares them.
-DEFAULTS: dict[str, Any] = {
-    "dtype": "auto",
-    "max_model_len": None,
-    "max_num_seqs": 64,
-    "max_num_batched_tokens": 512,
-    "num_pages": None,
-    "kv_cache_memory_bytes": None,
-    "gpu_memory_utilization": None,
-    "page_size": "auto",
-    "implementation": "auto",
-    "matmul_precision": None,
-    "decode_steps": 8,
-}
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,8 @@ from typing import Any
 
 from jaxinfer.aot import report
 from jaxinfer.aot.compiler import Compiler
+from jaxinfer.aot.options import UNBUILT
 from jaxinfer.aot.search import largest_setting, probes
-
-UNBUILT = {
-    "tensor_parallel_size": "sharding is not built yet: compile for one device, and leave it out",
-    "quantize": "quantized weights are not built yet: leave it out",
-    "kv_cache_dtype": "quantized pages are not built yet: pages have the dtype of the model; leave it out",
-}
 
 
 def compile_model(

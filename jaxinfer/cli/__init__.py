@@ -5,7 +5,7 @@ Nothing here imports jax at the top of a file, so that `--help` and wrong usage 
 
 import typer
 
-from jaxinfer.cli import batch, bench, cache, chat, fetch, generate, info, merge, plan, simulate
+from jaxinfer.cli import batch, bench, cache, chat, compile, fetch, generate, info, merge, plan, simulate
 from jaxinfer.cli.command import SectionedHelp
 
 # Plain help and errors instead of typer's panels: they survive pipes and narrow terminals.
@@ -26,6 +26,7 @@ COMMANDS = {
     "fetch": fetch,
     "info": info,
     "plan": plan,
+    "compile": compile,
     "simulate": simulate,
     "cache": cache,
 }

@@ -147,6 +147,13 @@ ENGINE = [
         "logprobs_mode", Literal["raw", "processed"], "raw", "Log-probabilities before or after filters."
     ),
     _engine("compilation_cache_dir", str, "auto", "Folder of compiled programs, or none.", metavar="FOLDER"),
+    _engine(
+        "programs",
+        str,
+        None,
+        "Start from what `jaxinfer compile --save` left here, with its options.",
+        metavar="FOLDER",
+    ),
 ]
 
 THROUGHPUT_ENGINE = [
@@ -198,7 +205,12 @@ def engine_options(options: Mapping[str, Any], num_samples: int) -> dict[str, An
     given = {name: value for name, value in options.items() if name in names}
     if given.get("compilation_cache_dir") == "none":
         given["compilation_cache_dir"] = None
-    return {"decode_steps": DECODE_STEPS, "max_num_seqs": min(num_samples, MAX_ROWS)} | given
+    base = {"decode_steps": DECODE_STEPS, "max_num_seqs": min(num_samples, MAX_ROWS)}
+    if "programs" in given:
+        from jaxinfer import saved_programs
+
+        base = saved_programs.options(given["programs"])
+    return base | given
 
 
 def flag(name: str) -> str:

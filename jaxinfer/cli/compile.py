@@ -1,0 +1,86 @@
+"""`jaxinfer compile`: the engine's programs through the real compiler of a chip that need not be here."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from jaxinfer.aot.options import DEFAULTS
+from jaxinfer.cli.command import command, fail
+from jaxinfer.cli.options import THROUGHPUT_ENGINE
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        help="Folder (its config.json is enough), config.json, .gguf file, catalog name or org/name; weights "
+        "are not read."
+    ),
+]
+TargetName = Annotated[
+    str, typer.Option(help="v5e, v5p, v6e, tpu7x, h100, h200, b200, or cpu (this one).", metavar="NAME")
+]
+Topology = Annotated[
+    str | None, typer.Option(help="Chips side by side, such as 2x2; one when left out.", metavar="AxB")
+]
+TensorParallel = Annotated[
+    int, typer.Option("--tensor-parallel-size", help="Devices that share the model.", min=1)
+]
+Quantize = Annotated[str | None, typer.Option(help="Of projections and MLPs.", metavar="FORM")]
+KVDtype = Annotated[str, typer.Option("--kv-cache-dtype", help="Of pages: auto is that of the model.")]
+Largest = Annotated[
+    bool,
+    typer.Option("--largest", help="Only the programs that need the most memory, not all of the warm-up."),
+]
+Save = Annotated[
+    Path | None, typer.Option(help="Folder for executables; `--programs FOLDER` starts from them.")
+]
+Search = Annotated[
+    bool, typer.Option(help="Whether to look for the largest setting when something does not fit.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Write one JSON object; bytes are integers.")]
+
+
+@command(*(option for option in THROUGHPUT_ENGINE if option.name in DEFAULTS))
+def run(
+    model: Model,
+    *,
+    target: TargetName,
+    topology: Topology = None,
+    tensor_parallel_size: TensorParallel = 1,
+    quantize: Quantize = None,
+    kv_cache_dtype: KVDtype = "auto",
+    largest: Largest = False,
+    save: Save = None,
+    search: Search = True,
+    as_json: Json = False,
+    **options: Any,
+) -> None:
+    """Compile the programs that the engine would run on a chip, and say what they need there.
+
+    Exit code 1 if one is refused, does not fit, or copies pages. It proves that the chip's compiler takes the
+    programs and what memory they need; not their values, and not their speed.
+    """
+    from jaxinfer.aot import run as aot
+
+    result = aot.compile_model(
+        model,
+        target,
+        topology=topology,
+        unbuilt={
+            "tensor_parallel_size": None if tensor_parallel_size == 1 else tensor_parallel_size,
+            "quantize": quantize,
+            "kv_cache_dtype": None if kv_cache_dtype == "auto" else kv_cache_dtype,
+        },
+        options=options,
+        which="largest" if largest else "all",
+        save=save,
+        search=search,
+        say=(lambda line: None) if as_json else print,
+    )
+    if as_json:
+        print(json.dumps(result))
+    if not result["ok"]:
+        if not as_json:
+            fail(f"Error: {result['error']}")
+        raise typer.Exit(1)

@@ -1,0 +1,435 @@
+"""`jaxinfer compile`: its search, its messages and its arguments, without a compiler; and saved programs on CPU.
+
+The real compilers are asked by `make test-aot-smoke`.
+"""
+
+import inspect
+import json
+import subprocess
+import sys
+
+import jax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_models import make_tiny, write_hf
+
+from jaxinfer import saved_programs
+from jaxinfer.aot import build, hlo, report, run, search, targets
+from jaxinfer.aot.options import DEFAULTS
+from jaxinfer.llm import LLM
+
+GIB = 2**30
+
+
+@settings(deadline=None)
+@given(
+    st.integers(2, 400), st.integers(0, 400), st.integers(1, 50), st.floats(0.3, 3), st.integers(-500, 500)
+)
+def test_largest_fit_is_exact_whatever_it_guesses(limit, beyond, unit, wrong_by, guess):
+    """`limit` pages fit and not one more, however wrong the expected growth and the first try are."""
+    high, tried = limit + beyond + 1, []
+
+    def excess(n):
+        assert 2 <= n < high
+        tried.append(n)
+        return (n - limit) * unit if n > limit else -(limit - n) * unit
+
+    assert search.largest_fit(excess, 2, high, max(1, int(unit * wrong_by)), guess) == limit
+    assert len(tried) == len(set(tried)), "asked twice"
+
+
+def test_largest_fit_takes_few_tries_where_memory_grows_as_expected():
+    tried = []
+
+    def excess(n):
+        tried.append(n)
+        return (n - 700) * 16
+
+    assert search.largest_fit(excess, 2, 1000, 16, guess=1000 - 299) == 700
+    assert len(tried) == 2
+
+
+def test_nothing_fits():
+    assert search.largest_fit(lambda n: 5, 2, 100, 1) == 1
+
+
+class FakeCompiler:
+    """A device of 100 GiB: 60 of weights, one for each page, and one for each 32 tokens of a step."""
+
+    weights, usable = 60 * GIB, 100 * GIB
+
+    def __init__(self, model="m", target="v5e", topology=None):
+        self.asked = []
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        pass
+
+    def describe(self, options):
+        resolved = {"num_pages": 80, "page_size": 128, "max_model_len": 8192, "max_num_seqs": 64,
+                    "max_num_batched_tokens": 512, "dtype": "bfloat16"}  # fmt: skip
+        resolved |= {key: value for key, value in options.items() if value is not None}
+        programs = [
+            {"name": "prefill", "kind": "prefill", "variant": "greedy", "num_rows": 1, "num_steps": 1,
+             "num_tokens": resolved["max_num_batched_tokens"]},
+            {"name": "decode", "kind": "decode", "variant": "greedy", "num_rows": 1, "num_steps": 1,
+             "num_tokens": 32},
+        ]  # fmt: skip
+        return {"options": resolved, "programs": programs, "bytes_per_page": GIB, "plan_problem": None,
+                "device_kind": "fake", "usable_bytes": self.usable, "usable_from": "test",
+                "weights_bytes": self.weights,
+                "pool_bytes": resolved["num_pages"] * GIB, "versions": {"jax": "0"},
+                "kernels": {"value": "tpu", "reason": "test"}}  # fmt: skip
+
+    def compile(self, options, name, save=None):
+        described = self.describe(options)
+        self.asked.append((described["options"]["num_pages"], name))
+        (program,) = (p for p in described["programs"] if p["name"] == name)
+        needed = self.weights + GIB * (described["options"]["num_pages"] + program["num_tokens"] // 32)
+        if needed > self.usable:
+            return {
+                "program": name,
+                "result": "too large",
+                "needed_bytes": needed,
+                "usable_bytes": self.usable,
+            }
+        return {"program": name, "result": "compiled", "seconds": 1.0, "total_bytes": needed,
+                "usable_bytes": self.usable,
+                "argument_bytes": needed, "temp_bytes": 0, "alias_bytes": 0, "output_bytes": 0,
+                "memory_share": needed / self.usable, "cache_aliased": True, "page_copies": [],
+                "collectives": {}}  # fmt: skip
+
+
+def compile_fake(monkeypatch, compiler=FakeCompiler, **arguments):
+    lines = []
+    monkeypatch.setattr(run, "Compiler", compiler)
+    return run.compile_model("m", "v5e", say=lines.append, **arguments), "\n".join(lines)
+
+
+def test_what_is_too_large_is_said_with_the_largest_that_fits(monkeypatch):
+    """80 pages and 16 for the tokens are 156 GiB of 100; 24 pages (3 KiB of tokens) are what is left."""
+    result, said = compile_fake(monkeypatch)
+    assert not result["ok"]
+    assert "prefill needs 156.00 GiB, 56.00 GiB more than the 100.00 GiB of the device" in result["error"]
+    assert result["nearest"] == {"num_pages": 24, "page_size": 128, "max_model_len": 23 * 128}
+    assert "--num-pages 24 --page-size 128 --max-model-len 2944" in result["error"]
+    assert "needs 156.00 GiB of 100.00 GiB: 56.00 GiB too much" in said
+
+
+def test_smaller_steps_are_tried_when_no_pool_fits(monkeypatch):
+    class Heavy(FakeCompiler):
+        weights = 93 * GIB  # 512 tokens take 16: not even two pages fit; 128 take 4 and leave three
+
+    result, _ = compile_fake(monkeypatch, Heavy)
+    assert result["nearest"]["max_num_batched_tokens"] == 128
+    assert result["nearest"]["num_pages"] == 3
+
+
+def test_weights_alone_are_too_large(monkeypatch):
+    class Hopeless(FakeCompiler):
+        weights = 120 * GIB
+
+    result, _ = compile_fake(monkeypatch, Hopeless)
+    assert result["nearest"] is None and "nothing fits" in result["error"]
+
+
+def test_what_fits_is_ok(monkeypatch):
+    result, said = compile_fake(monkeypatch, options={"num_pages": 10})
+    assert result["ok"] and result["error"] is None and result["nearest"] is None
+    assert "cache aliased, no copy of pages, collectives none" in said
+
+
+@pytest.mark.parametrize(
+    ("flaw", "words"),
+    [({"page_copies": ["copy.1"]}, "1 COPIES OF PAGES"), ({"cache_aliased": False}, "cache NOT ALIASED")],
+)
+def test_a_pool_that_does_not_stay_in_place_is_a_failure(monkeypatch, flaw, words):
+    class Copies(FakeCompiler):
+        def compile(self, options, name, save=None):
+            return super().compile(options, name) | flaw
+
+    result, _ = compile_fake(monkeypatch, Copies, options={"num_pages": 10})
+    assert not result["ok"] and words in result["error"]
+
+
+def test_other_failures_are_not_searched(monkeypatch):
+    class Rejects(FakeCompiler):
+        def compile(self, options, name, save=None):
+            return {"program": name, "result": "rejected", "why": "no such layout"}
+
+    result, _ = compile_fake(monkeypatch, Rejects)
+    assert "2 of 2 programs failed, the first prefill: no such layout" in result["error"]
+    assert result["nearest"] is None
+
+
+@pytest.mark.parametrize("name", ["tensor_parallel_size", "quantize", "kv_cache_dtype"])
+def test_what_is_not_built_is_refused_by_name(name):
+    with pytest.raises(NotImplementedError, match=f"{name}='x'.*not built yet"):
+        run.compile_model("m", "v5e", unbuilt={name: "x"})
+
+
+def test_a_missing_compiler_is_said_with_the_pip_line(monkeypatch):
+    monkeypatch.setattr(targets.importlib.util, "find_spec", lambda name: None)
+    for platform, extra in (("tpu", "aot-tpu"), ("gpu", "aot-gpu")):
+        with pytest.raises(targets.MissingCompiler, match=rf"pip install 'jaxinfer\[{extra}\]'"):
+            targets.check_compiler(platform)
+    targets.check_compiler("cpu")
+
+
+@pytest.mark.parametrize(
+    ("target", "given", "expected"),
+    [("v5e", None, "1x1"), ("v5e", "2x2", "2x2"), ("v5p", "2x2", "2x2x1"), ("tpu7x", "2x2x1", "2x2x1")],
+)
+def test_topologies(target, given, expected):
+    assert targets.topology(targets.find(target), given) == expected
+
+
+@pytest.mark.parametrize(
+    ("target", "given"), [("v5e", "2x2x1"), ("v5e", "2x"), ("v5e", "0x1"), ("h200", "2x2")]
+)
+def test_topologies_that_do_not_exist(target, given):
+    with pytest.raises(ValueError, match=f"topology='{given}'"):
+        targets.topology(targets.find(target), given)
+
+
+def test_defaults_are_those_of_llm():
+    parameters = inspect.signature(LLM.__init__).parameters
+    assert {name: parameters[name].default for name in DEFAULTS} == DEFAULTS
+
+
+V5E = build.AbsentDevice("tpu", "TPU v5 lite", 16 * GIB)
+OPTIONS = {
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 32,
+    "max_model_len": 128,
+    "num_pages": 20,
+    "background_compile": False,
+}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return str(write_hf(tmp_path_factory.mktemp("tiny"), *make_tiny("llama_gqa")))
+
+
+def test_programs_and_arguments_are_those_of_the_engine(tiny):
+    cpu = build.AbsentDevice("cpu", "cpu", 8 * GIB)
+    found = build.build(tiny, OPTIONS, cpu)
+    with LLM(tiny, **OPTIONS) as llm:
+        engine = llm.engine
+        assert list(found.programs().values()) == engine.config.buckets.programs()
+        assert found.spec == engine.spec and found.matmul_precision == engine.config.matmul_precision
+        for program in found.programs().values():
+            ours, theirs = found.arguments(program, None), engine._warmup_arguments(program)
+            assert jax.tree.structure(ours) == jax.tree.structure(theirs)
+            shapes = [[(x.shape, x.dtype) for x in jax.tree.leaves(tree)] for tree in (ours, theirs)]
+            assert shapes[0] == shapes[1]
+
+
+def test_an_absent_chip_gets_its_own_defaults(tiny):
+    found = build.build(tiny, {}, V5E)
+    assert (found.spec.implementation, found.spec.dtype, found.spec.page_size) == ("tpu", "bfloat16", 128)
+    h200 = build.build(tiny, {}, build.AbsentDevice("gpu", "NVIDIA H200", 100 * GIB, "9.0"))
+    assert (h200.spec.implementation, h200.spec.page_size) == ("gpu", 64)
+
+
+def test_a_plan_that_the_engine_refuses_is_kept_as_a_sentence(tiny):
+    found = build.build(tiny, {"max_model_len": 512}, build.AbsentDevice("tpu", "TPU v5 lite", 2**20))
+    assert "does not fit" in (found.plan_problem or "")
+    assert found.spec.num_pages == 1 + 512 // 128  # one whole sequence, for the compiler to judge
+
+
+def test_unknown_options_are_refused(tiny):
+    with pytest.raises(TypeError, match="block_size is no option"):
+        build.build(tiny, {"block_size": 16}, V5E)
+
+
+PROMPT = [5, 6, 7, 8]
+START = """
+import json, logging, sys
+import jax
+from jaxinfer import LLM, SamplingParams, saved_programs
+compiled = []
+logging.basicConfig(level=logging.INFO, stream=sys.stderr)
+jax.monitoring.register_event_duration_secs_listener(
+    lambda name, seconds, **other: compiled.append(other.get("fun_name")) if "backend_compile" in name else None
+)
+model, folder, prompt = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+options = saved_programs.options(folder)
+with LLM(model, **options, programs=folder, compilation_cache_dir=None, strict_compile=True) as llm:
+    llm.warmup(use_tqdm=False)
+    (output,) = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
+    print(json.dumps({"ids": output.outputs[0].token_ids, "programs": llm.stats().num_programs,
+                      "seconds": llm.stats().compile_seconds, "compiled": compiled}))
+"""
+
+
+@pytest.fixture(scope="module")
+def saved(tiny, tmp_path_factory):
+    """A folder of programs of the tiny model for this CPU, by the command."""
+    folder = tmp_path_factory.mktemp("programs")
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items()]
+    command = [
+        sys.executable,
+        "-c",
+        "from jaxinfer.cli import main; main()",
+        "compile",
+        tiny,
+        "--target",
+        "cpu",
+    ]
+    done = subprocess.run(
+        [*command, *flags, "--decode-steps=4", "--save", str(folder), "--json"],
+        capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr + done.stdout
+    return folder, json.loads(done.stdout)
+
+
+def test_an_engine_starts_from_saved_programs_without_compiling(tiny, saved):
+    folder, result = saved
+    done = subprocess.run(
+        [sys.executable, "-c", START, tiny, str(folder), json.dumps(PROMPT)],
+        capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    with LLM(tiny, **saved_programs.options(folder)) as llm:
+        from jaxinfer import SamplingParams
+
+        params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+        (output,) = llm.generate([PROMPT], params)
+    assert found["ids"] == list(output.outputs[0].token_ids)
+    assert found["programs"] == len(result["programs"])
+    assert not {"run_steps", "score", "copy_pages", "set_row"} & set(found["compiled"]), found["compiled"]
+    assert found["seconds"] == 0
+
+
+def test_every_saved_program_keeps_the_cache_in_place(saved):
+    _, result = saved
+    assert result["ok"] and all(program["cache_aliased"] for program in result["programs"])
+
+
+def test_saved_programs_of_other_settings_are_refused(tiny, saved):
+    folder, _ = saved
+    options = saved_programs.options(folder) | {"num_pages": 30}
+    with (
+        LLM(tiny, **options, programs=folder) as llm,
+        pytest.raises(ValueError, match=r"other settings; they were .*num_pages=20"),
+    ):
+        llm.warmup(use_tqdm=False)
+
+
+def test_saved_programs_for_another_chip_or_source_are_refused(tiny, saved, tmp_path):
+    folder, _ = saved
+    manifest = json.loads((folder / saved_programs.MANIFEST).read_text())
+    for name in ("device", "source of jaxinfer"):
+        changed = manifest | {"facts": manifest["facts"] | {name: "another"}}
+        (tmp_path / saved_programs.MANIFEST).write_text(json.dumps(changed))
+        with pytest.raises(ValueError, match=f"compiled for {name} 'another'"):
+            LLM(tiny, programs=tmp_path)
+    with pytest.raises(ValueError, match=r"has no programs.json: make one with `jaxinfer compile --save"):
+        LLM(tiny, programs=tmp_path / "empty")
+
+
+def test_a_damaged_executable_is_refused(tiny, saved, tmp_path):
+    folder, _ = saved
+    for path in folder.iterdir():
+        data = path.read_bytes()
+        (tmp_path / path.name).write_bytes(data if path.suffix == ".json" else data[:-1])
+    with LLM(tiny, **saved_programs.options(folder), programs=tmp_path) as llm:  # noqa: SIM117
+        with pytest.raises(ValueError, match="is damaged"):
+            llm.warmup(use_tqdm=False)
+
+
+def test_a_folder_takes_programs_of_one_setting_only(saved):
+    folder, _ = saved
+    manifest = json.loads((folder / saved_programs.MANIFEST).read_text())
+
+    class Executable:
+        def serialize(self):
+            return b"x"
+
+    with pytest.raises(ValueError, match="holds programs of other options"):
+        saved_programs.save(
+            folder, "p", "id", Executable(), facts=manifest["facts"], model=manifest["model"], options={}
+        )
+
+
+def test_nothing_in_a_folder_is_unpickled(saved):
+    """Executables are XLA's own bytes: no file starts like a pickle, and the module never imports pickle."""
+    folder, _ = saved
+    assert "pickle" not in vars(saved_programs)
+    assert all(not path.read_bytes().startswith(b"\x80") for path in folder.glob("*.bin"))
+
+
+# Lines as XLA:TPU and XLA:GPU write them, shortened.
+HLO = """HloModule jit_run_steps, is_scheduled=true, input_output_alias={ {1}: (2, {}, may-alias) }
+
+%fused_computation (param_0: bf16[9,2,4,8]) -> bf16[9,2,4,8] {
+  %param_0 = bf16[9,2,4,8]{3,2,1,0:T(8,128)(2,1)} parameter(0)
+  ROOT %copy.7 = bf16[9,2,4,8]{2,3,1,0:T(8,128)(2,1)} copy(%param_0)
+}
+
+%condition (state: (s32[], bf16[9,2,4,8])) -> pred[] {
+  %constant.1 = s32[]{:T(128)} constant(8), backend_config={"flag_configs":[]}
+  %state = (s32[]{:T(128)}, bf16[9,2,4,8]{3,2,1,0:T(8,128)(2,1)}) parameter(0)
+  %counter = s32[]{:T(128)} get-tuple-element(%state), index=0
+  ROOT %lt = pred[]{:T(512)} compare(%counter, %constant.1), direction=LT, metadata={op_name="jit(run_steps)/while"}
+}
+
+%body (state.1: (s32[], bf16[9,2,4,8])) -> (s32[], bf16[9,2,4,8]) {
+  %state.1 = (s32[]{:T(128)}, bf16[9,2,4,8]{3,2,1,0:T(8,128)(2,1)}) parameter(0)
+  %fusion.1 = f32[4,8]{1,0} fusion(%state.1), kind=kLoop, calls=%fused_computation, backend_config={"estimated_cycles":"100"}
+  %small = f32[4]{0} copy(%fusion.1), backend_config={"estimated_cycles":"9223372036854775807"}
+  %attend.3 = bf16[4,8]{1,0} custom-call(%state.1), custom_call_target="tpu_custom_call", backend_config={"custom_call_config":{"body":"TUzvUg==","cost_estimate":{"flops":"1000","transcendentals":"1","bytes_accessed":"64"}}}
+  %append = bf16[9,2,4,8]{3,2,1,0} custom-call(%state.1), custom_call_target="tpu_custom_call", output_to_operand_aliasing={{}: (1, {})}, backend_config={"custom_call_config":{"body":"TUzv"}}
+  ROOT %tuple = (s32[], bf16[9,2,4,8]{3,2,1,0}) tuple(%counter, %append)
+}
+
+%open_condition (s: f32[]) -> pred[] {
+  %limit = f32[] parameter(0)
+  ROOT %gt = pred[] compare(%limit, %limit), direction=GT
+}
+
+ENTRY %main.39 (weights: bf16[8], pages: bf16[9,2,4,8]) -> (s32[2], bf16[9,2,4,8]) {
+  %weights = bf16[8]{0} parameter(0)
+  %while.3 = (s32[]{:T(128)}, /*index=1*/bf16[9,2,4,8]{3,2,1,0}) while(%weights), condition=%condition, body=%body, metadata={op_name="jit(run_steps)/while"}
+  %while.4 = f32[] while(%weights), condition=%open_condition, body=%fused_computation
+  %all-reduce-start.1 = f32[8]{0} all-reduce-start(%weights), to_apply=%add, backend_config={"estimated_cycles":"7"}
+  %all-reduce-done.1 = f32[8]{0} all-reduce-done(%all-reduce-start.1)
+  %copy-start.2 = (bf16[9,2,4,8]{3,2,1,0:S(5)}, bf16[9,2,4,8]{3,2,1,0}, u32[]) copy-start(%weights)
+  ROOT %out = (s32[2]{0}, bf16[9,2,4,8]{3,2,1,0}) tuple(%weights)
+}
+"""  # noqa: E501
+
+
+def test_copies_of_pages_are_found_inside_fusions_and_beside_other_copies():
+    """A small copy is none of pages; one in a fused computation, and the start of an asynchronous one, are."""
+    program = hlo.parse(HLO)
+    assert program.entry == "main.39"
+    assert hlo.copies(program, "bf16[9,2,4,8]") == ["copy.7", "copy-start.2"]
+    assert hlo.copies(program, "bf16[9,2,4]") == []
+
+
+def test_an_asynchronous_collective_counts_once():
+    assert hlo.collectives(hlo.parse(HLO)) == {"all-reduce": 1}
+
+
+def test_cycles_count_as_often_as_loops_run_and_drop_placeholders():
+    """Eight iterations of 100 cycles and one of 7; the placeholder and the loop without an end are counted apart."""
+    assert hlo.cycles(hlo.parse(HLO)) == hlo.Cycles(
+        estimated=807, without=8, kernel_flops=8000, kernel_bytes=512, kernels_without=8, loops_without=1
+    )
+
+
+def test_table_has_a_line_per_program():
+    row = FakeCompiler().compile({"num_pages": 10}, "prefill") | {"model": "m", "target": "v5e"}
+    large = {"model": "m", "target": "v5e", "program": "decode", "result": "too large", "needed_bytes": 3 * GIB,
+             "usable_bytes": GIB}  # fmt: skip
+    lines = report.markdown_table([row, large])
+    assert len(lines) == 4 and "aliased, no copy" in lines[2] and "too large by 2.00 GiB" in lines[3]
+    assert len({line.count("|") for line in lines}) == 1
