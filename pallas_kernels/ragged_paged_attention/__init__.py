@@ -63,7 +63,8 @@ def ragged_paged_attention(
             number up to max_q_len, 0 and 1 included. prefill_end is a hint: no value depends on it.
         sm_scale: factor on q.k, before soft_cap.
         max_q_len: static upper bound of the query tokens in one row. 1 is the pure decode program: decode_end
-            is num_seqs there.
+            is num_seqs there. Rows of 2 to 16 tokens (drafts) take the decode path of tpu and gpu alone; xla walks
+            them one by one, as tiles of queries.
         sliding_window: a query at position p sees positions p - sliding_window < j <= p; None: all j <= p.
         soft_cap: scores become soft_cap * tanh(scores / soft_cap); None leaves them.
         sink_logits: f32[N], one more logit per head in the softmax's denominator that has no value.
