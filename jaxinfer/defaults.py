@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from jaxinfer.tiles import TILE
+
 # platform of a jax device -> dtype of weights and activations
 DTYPES = {"cpu": "float32", "gpu": "bfloat16", "tpu": "bfloat16"}
 # platform -> tokens per page
@@ -64,6 +66,18 @@ def dtype(name: str, device: Device) -> str:
 def matmul_precision(name: str | None, dtype: str) -> str | None:
     """Precision of products: `name`, or such that float32 means float32 on every device."""
     return "highest" if name is None and dtype == "float32" else name
+
+
+def tile(batch_invariant: bool, device: Device, implementation: str) -> int | None:
+    """Tokens that a step works on together, None for all. Raises ValueError where invariance is not proven."""
+    if not batch_invariant:
+        return None
+    if device.platform != "cpu" or implementation != "xla":
+        raise ValueError(
+            "batch_invariant=True is proven on CPUs with implementation='xla' alone, not on "
+            f"{device.platform} with {implementation!r}: leave it out"
+        )
+    return TILE
 
 
 def page_size(value: int | str, device: Device, max_model_len: int) -> int:

@@ -364,7 +364,12 @@ class Engine:
         pieces: list[PromptPiece] = []
         if logprobs.scores_prompt(scheduled):
             pieces = logprobs.dispatch_prompt_scores(
-                scheduled, output.hidden, self.weights, self.model_config.vocab_size, self.programs.get
+                scheduled,
+                output.hidden,
+                self.weights,
+                self.model_config.vocab_size,
+                program.tile,
+                self.programs.get,
             )
         record = StepRecord(
             kind=program.kind,
@@ -396,6 +401,7 @@ class Engine:
     def _prepare_pages_and_rows(self, scheduled: ScheduledStep, now: float) -> None:
         for begin in range(0, len(scheduled.page_copies), PAGE_COPIES):
             pairs = np.zeros((2, PAGE_COPIES), np.int32)
+            tile=program.tile,
             part = scheduled.page_copies[begin : begin + PAGE_COPIES]
             pairs[:, : len(part)] = np.array(part).T
             arguments = (self._cache, pairs[0], pairs[1])
@@ -425,7 +431,13 @@ class Engine:
         wanted = [k for seq in seqs if (k := seq.request.num_logprobs) is not None]
         num_logprobs = logprobs.width(wanted, self.model_config.vocab_size) if wanted else None
         program = Program(
-            kind, num_tokens, num_rows, scheduled.num_steps, num_logprobs=num_logprobs, **options
+            kind,
+            num_tokens,
+            num_rows,
+            scheduled.num_steps,
+            num_logprobs=num_logprobs,
+            tile=self.config.buckets.tile,
+            **options,
         )
         return program, on_device
 

@@ -65,6 +65,10 @@ class LLM:
       implementation: kernels that write and read pages: auto, reference, xla, tpu, gpu.
       matmul_precision: of products in float32: None makes float32 mean float32 on every device.
       decode_steps: tokens per row that one decode program may draw before the host looks.
+      batch_invariant: a request gets the same bits, ids and logprobs, whatever runs beside it, however its prompt is
+        cut into chunks, from cached pages or not, after a preemption, with any decode_steps, in every process on one
+        kind of CPU and one version of jax. Steps are slower; a device or implementation for which this is not
+        proven is refused.
       strict_compile: raise if a program is compiled after `warmup()`.
       logprobs_mode: "raw" (log-softmax of the model's logits) or "processed" (after all filters); of output
         tokens. Those of prompt tokens are always raw.
@@ -117,6 +121,7 @@ class LLM:
         decode_steps: int = 8,
         strict_compile: bool = False,
         logprobs_mode: LogprobsMode = "raw",
+        batch_invariant: bool = False,
         logits_processors: Seq[LogitsProcessor] = (),
         logits_processor_args: Mapping[str, Any] | None = None,
         generation_config: str = "auto",
@@ -179,6 +184,7 @@ class LLM:
         plan = planner.check(
             found.module,
             config,
+        tile = defaults.tile(batch_invariant, device, spec.implementation)
             device,
             spec,
             max_model_len=max_model_len,
@@ -197,9 +203,11 @@ class LLM:
         weights = found.load_weights()
         # Arrays on the device that nobody but this LLM has: `close` frees them.
         self._owned_weights = [] if found.weights_loaded else jax.tree.leaves(weights)
-        buckets = buckets or Buckets.default(
-            max_num_seqs, max_num_batched_tokens, decode_steps, device.platform
-        )
+        if buckets is None:
+            buckets = Buckets.default(
+                max_num_seqs, max_num_batched_tokens, decode_steps, device.platform, tile
+            )
+        buckets = replace(buckets, tile=tile)
         self.engine = Engine(
             found.module,
             config,

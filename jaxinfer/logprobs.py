@@ -77,6 +77,7 @@ def dispatch_prompt_scores(
     hidden: jax.Array,
     weights: Any,
     vocab_size: int,
+    tile: int | None,
     compiled: Callable[[Program, tuple], Callable[..., SampleOutput]],
 ) -> list[PromptPiece]:
     """Starts the scoring of what a step computed of prompts: hidden [T, D] of its rows, in their order."""
@@ -91,7 +92,7 @@ def dispatch_prompt_scores(
         begin += row.num_tokens
     pieces = []
     for num_logprobs, places in wanted.items():
-        program = score_program(hidden.shape[0], num_logprobs)
+        program = score_program(hidden.shape[0], num_logprobs, tile)
         for i in range(0, len(places), program.num_rows):
             part = places[i : i + program.num_rows]
             padded = np.zeros((2, program.num_rows), np.int32)

@@ -32,6 +32,7 @@ from jaxinfer.sampling import LogitsProcessor, LogprobsMode, RowState, SampleOut
 from jaxinfer.saved_programs import SavedPrograms
 from jaxinfer.scheduler import SchedulerConfig
 
+from jaxinfer.tiles import map_tiles
 logger = logging.getLogger(__name__)
 
 SCORE_POSITIONS = 64  # prompt positions that one score program unembeds
@@ -64,12 +65,14 @@ class Program:
     num_labels: int = 0  # logprob_token_ids per row
     processor_args: Signature = ()  # what requests hand to logits processors
 
+    tile: int | None = None  # tokens worked on together, for batch invariance (see tiles.py); None: all
     def __str__(self) -> str:
         shape = (self.num_rows, self.num_steps) if self.kind == "decode" else (self.num_tokens, self.num_rows)
         logprobs = "" if self.num_logprobs is None else f" logprobs={self.num_logprobs}"
         logprobs += f" labels={self.num_labels}" if self.num_labels else ""
         variant = "" if self.kind == "score" else f" {self.variant}"
-        return f"{self.kind}[{shape[0]},{shape[1]}]{variant}{logprobs}"
+        tile = "" if self.tile is None else f" tile={self.tile}"
+        return f"{self.kind}[{shape[0]},{shape[1]}]{variant}{logprobs}{tile}"
 
 
 @dataclass(frozen=True)
@@ -88,9 +91,14 @@ class Buckets:
         int, ...
     ] = ()  # their score programs, likewise: 0, or MAX_LOGPROBS for all up to it
 
+    tile: int | None = None  # of the programs
     @staticmethod
     def default(
-        max_num_seqs: int, max_num_batched_tokens: int, decode_steps: int, platform: str
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        decode_steps: int,
+        platform: str,
+        tile: int | None = None,
     ) -> "Buckets":
         """A lattice of at most 8 shapes, each for greedy and for sampled rows: at most 16 programs.
 
@@ -103,8 +111,14 @@ class Buckets:
         So R = 64, T = 512, k = 8 has decode[1,1] [8,1] [24,1] [40,1] [64,1] [1,8] and prefill[128,64] [512,64]
         on CPU; elsewhere decode[8,1] [64,1] [8,8] [64,8] and prefill[32,32] [128,64] [512,64].
         """
+        With a tile: decode 1 and R, prefill T. The work of a step is its live tiles, whatever its bucket.
         most = max_num_seqs
         if platform == "cpu":
+        if tile is not None:
+            widest = (max_num_batched_tokens, min(max_num_batched_tokens, most))
+            return Buckets(
+                (widest,), tuple(sorted({1, most})), decode_steps, max_multi_step_rows=1, tile=tile
+            )
             rows, multi = [1, 8, 3 * most // 8, 5 * most // 8], 1
         else:
             rows, multi = [8, 64 if most <= 256 else 256], most
@@ -153,9 +167,13 @@ class Buckets:
             shapes += [
                 ("decode", b, b, self.decode_steps) for b in self.decode if b <= self.max_multi_step_rows
             ]
-        programs = [Program(kind, t, b, k, variant) for variant in self.variants for kind, t, b, k in shapes]
+        programs = [
+            Program(kind, t, b, k, variant, tile=self.tile)
+            for variant in self.variants
+            for kind, t, b, k in shapes
+        ]
         widths = dict.fromkeys(t for t, _ in self.prefill)
-        return programs + [score_program(t, k) for k in self.prompt_logprobs for t in widths]
+        return programs + [score_program(t, k, self.tile) for k in self.prompt_logprobs for t in widths]
 
     def shape(
         self, num_tokens: int, num_rows: int, num_steps: int, scores_prompt: bool = False
@@ -204,6 +222,7 @@ def example_arguments(
         spare_row=num_rows - 1,
         max_q_len=1 if program.kind == "decode" else program.num_tokens,
     )
+        tile=program.tile,
     limits = None
     if program.num_steps > 1:
         zeros = np.zeros(program.num_rows, np.int32)
@@ -211,9 +230,10 @@ def example_arguments(
     return weights, kv_cache, rows, batch, sampling_batch, limits
 
 
-def score_program(num_tokens: int, num_logprobs: int) -> Program:
+def score_program(num_tokens: int, num_logprobs: int, tile: int | None = None) -> Program:
     """The program that scores prompt tokens after a prefill of `num_tokens`."""
-    return Program("score", num_tokens, min(num_tokens, SCORE_POSITIONS), num_logprobs=num_logprobs)
+    num_positions = min(num_tokens, SCORE_POSITIONS)
+    return Program("score", num_tokens, num_positions, num_logprobs=num_logprobs, tile=tile)
 
 
 @struct.dataclass
@@ -247,20 +267,23 @@ def step(
     token_ids = batch.token_ids.at[first].set(rows.last_token[batch.row_ids], mode="drop")
     hidden, kv_cache = model.forward(config, weights, kv_cache, replace(batch, token_ids=token_ids))
     last = last_token_indices(batch)
-    logits = model.unembed(config, weights, hidden[last])  # f32[B, V]
-    output = sampling.sample(
-        logits,
-        batch.positions[last] + 1,
-        rows,
-        batch.row_ids,
-        sampling_batch,
-        variant=variant,
-        num_logprobs=num_logprobs,
-        logprobs_mode=logprobs_mode,
-        logprob_token_ids=None if sampling_batch is None else sampling_batch.label_ids,
-        logits_processors=logits_processors,
-        processor_params={} if sampling_batch is None else sampling_batch.processor_args,
-    )
+
+    def draw(hidden, positions, row_ids, sampling_batch):
+        return sampling.sample(
+            model.unembed(config, weights, hidden),  # f32[B, V]
+            positions,
+            rows,
+            row_ids,
+            sampling_batch,
+            variant=variant,
+            num_logprobs=num_logprobs,
+            logprobs_mode=logprobs_mode,
+            logprob_token_ids=None if sampling_batch is None else sampling_batch.label_ids,
+            logits_processors=logits_processors,
+            processor_params={} if sampling_batch is None else sampling_batch.processor_args,
+        )
+
+    output = batch.per_row(draw, hidden[last], batch.positions[last] + 1, batch.row_ids, sampling_batch)
     rows = sampling.record(rows, batch.row_ids, output.tokens, batch.samples)
     return StepOutput(output, hidden), kv_cache, rows
 
@@ -270,6 +293,7 @@ def score(
     config: Any,
     num_logprobs: int,
     weights: Any,
+    tile: int | None,
     hidden: jax.Array,
     index: jax.Array,
     targets: jax.Array,
@@ -279,11 +303,16 @@ def score(
     Args:
       num_logprobs: alternatives returned beside each token.
       hidden: [T, D] of a prefill.
+      tile: positions that are worked on together (see tiles.py); None for all.
       index: i32[S], which of them to unembed.
       targets: i32[S], the prompt token after each.
     """
-    logits = model.unembed(config, weights, hidden[index])  # f32[S, V]
-    return sampling.with_logprobs(targets, logits, num_logprobs)
+
+    def of(hidden, targets):
+        logits = model.unembed(config, weights, hidden)  # f32[S, V]
+        return sampling.with_logprobs(targets, logits, num_logprobs)
+
+    return map_tiles(of, (hidden[index], targets), tile, len(index))
 
 
 def run_steps(
@@ -419,7 +448,7 @@ class Programs:
     def _jit(self, program: Program, arguments: tuple) -> Any:
         # keep_unused: an executable takes all leaves of its arguments, which is how a saved one is called.
         if program.kind == "score":
-            function: Any = partial(score, self._model, self._config, program.num_logprobs or 0)
+            function: Any = partial(score, self._model, self._config, program.num_logprobs or 0, program.tile)
             return jax.jit(function, keep_unused=True)
         options = (program, self._logprobs_mode, self._logits_processors)
         function = partial(run_steps, self._model, self._config, *options)
