@@ -157,7 +157,7 @@ def test_prompts_or_outputs_alone(run, model, dump):
 
 def test_a_job_that_stops_anywhere_dumps_every_line_once(run, model, monkeypatch):
     """Also with a shard whose records are cut off, one that is damaged, and one that is gone."""
-    monkeypatch.setattr(dumps, "SHARD_BYTES", 4000)
+    monkeypatch.setattr(dumps, "SHARD_BYTES", 2000)
     lines, chance, step = mixed(40), random.Random(2), Window.step
     folder, output = run.folder / "out.jsonl.dump", run.folder / "out.jsonl"
     (run.folder / "in.jsonl").write_text("\n".join(map(json.dumps, lines)))
