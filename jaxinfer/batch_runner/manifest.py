@@ -4,11 +4,13 @@ import dataclasses
 import hashlib
 import importlib.metadata
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxinfer.batch_runner.journal import JournalError, replaced
+from jaxinfer.compile_cache import cpu_features
 
 if TYPE_CHECKING:
     from jaxinfer.llm import LLM
@@ -65,8 +67,14 @@ def engine_facts(llm: "LLM") -> dict[str, Any]:
     import jax
 
     engine = llm.engine
+    exact = engine.config.buckets.tile is not None
+    # Exact results are those of one kind of processor: its instructions and the number of CPUs decide how sums round.
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    processor = f"{cpu_features()} x {cpus}" if exact else None
     facts = {
         "device_kind": jax.devices()[0].device_kind,
+        "processor": processor,
+        "exact": exact,
         "dtype": llm.config.dtype,
         "weights": sorted({str(leaf.dtype) for leaf in jax.tree.leaves(engine.weights)}),
         "kv_pages": engine.spec.dtype,

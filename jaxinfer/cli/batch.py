@@ -1,7 +1,6 @@
 """`jaxinfer batch`: a file of requests, a file of results, and everything between that can go wrong."""
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,21 +8,21 @@ import typer
 
 from jaxinfer.cli.command import command, fail, print_pairs
 from jaxinfer.cli.options import (
-    ENGINE,
     MAX_ROWS,
     SAMPLING,
+    THROUGHPUT_ENGINE,
+    THROUGHPUT_STEPS,
+    MetricsJson,
     Model,
-    _engine,
     engine_options,
     sampling_params,
     without,
+    write_json,
 )
 from jaxinfer.request import SamplingParams, TopK
 
 if TYPE_CHECKING:
     from jaxinfer.batch_runner.progress import Totals
-
-DECODE_STEPS = 8
 
 Input = Annotated[Path, typer.Argument(help="Requests: JSON lines, .csv or .parquet.", metavar="IN")]
 Output = Annotated[Path, typer.Option("--output", "-o", help="Results, as JSON lines.", metavar="OUT")]
@@ -56,18 +55,13 @@ Dump = Annotated[
 MaxFailures = Annotated[int | None, typer.Option(help="Stop when more lines than this have failed.", min=0)]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on, or fail if there is nothing to go on with.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Delete OUT and begin anew.")]
-MetricsJson = Annotated[Path | None, typer.Option(help="Write all counts here at the end.", metavar="FILE")]
 Price = Annotated[float | None, typer.Option(help="Of the machine; shows cost per million tokens.", min=0.0)]
-Exact = Annotated[bool, typer.Option("--exact", help="Not built yet: batch-invariant results.", hidden=True)]
-
-BATCH_ENGINE = [
-    *without(ENGINE, "max_num_seqs", "decode_steps"),
-    _engine("max_num_seqs", int, MAX_ROWS, "Rows that run at the same time.", min=1),
-    _engine("decode_steps", int, DECODE_STEPS, "Tokens drawn before the host looks.", min=1),
+Exact = Annotated[
+    bool, typer.Option("--exact", help="A resumed job has the same bits as one that ran through; slower.")
 ]
 
 
-@command(*without(SAMPLING, "seed"), *BATCH_ENGINE)
+@command(*without(SAMPLING, "seed"), *without(THROUGHPUT_ENGINE, "batch_invariant"))
 def run(
     *,
     input: Input,
@@ -97,11 +91,6 @@ def run(
 
     Exit code 0: every line has its answer; 1: some failed; 130, 143: interrupted.
     """
-    if exact:
-        raise typer.BadParameter(
-            "--exact needs batch-invariant programs, which are not built yet; without it a resumed job repeats an "
-            "uninterrupted one up to near-ties"
-        )
     if resume and overwrite:
         raise typer.BadParameter("--resume goes on and --overwrite begins anew; give one of them")
     part = _shard(shard)
@@ -116,7 +105,8 @@ def run(
     def open_llm() -> Any:
         from jaxinfer.llm import LLM
 
-        return LLM(model, **engine_options({"decode_steps": DECODE_STEPS} | options, MAX_ROWS))
+        engine = engine_options({"decode_steps": THROUGHPUT_STEPS} | options, MAX_ROWS)
+        return LLM(model, batch_invariant=exact, **engine)
 
     totals = Totals()
     go_on = f"Results so far are in {output}; the same command goes on."
@@ -142,7 +132,7 @@ def run(
             runner.run(job, open_llm, totals, interrupted=lambda: bool(interruption))
         finally:
             if metrics_json is not None:
-                metrics_json.write_text(json.dumps(totals.metrics(price_per_hour), indent=2) + "\n")
+                write_json(metrics_json, totals.metrics(price_per_hour))
     _summarize(totals, price_per_hour)
     if totals.num_left:
         fail(f"Interrupted. {go_on}")

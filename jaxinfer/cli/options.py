@@ -143,6 +143,7 @@ ENGINE = [
     ),
     _engine("matmul_precision", Literal["default", "high", "highest"], None, "Of products in float32."),
     _engine("decode_steps", int, DECODE_STEPS, "Tokens drawn before the host looks.", min=1),
+    _engine("batch_invariant", bool, False, "Same bits whatever runs beside a request; slower."),
     _engine(
         "logprobs_mode", Literal["raw", "processed"], "raw", "Log-probabilities before or after filters."
     ),

@@ -10,7 +10,9 @@ import sys
 import time
 
 import pytest
-from batch_jobs import OPTIONS, cached_llm, mixed, write_model
+import text_fixtures
+from batch_jobs import OPTIONS, VOCAB, cached_llm, mixed, write_model
+from tiny_models import make_tiny, write_hf
 from typer.testing import CliRunner
 
 import jaxinfer.llm
@@ -43,15 +45,34 @@ def wait_for(process, output, size: int) -> bool:
     return True
 
 
-@pytest.fixture(scope="module")
-def job(tmp_path_factory):
+def make_job(folder, model, lines, *options):
     """(arguments of the command without its output, folder, bytes of the output of a run without a kill)."""
-    folder = tmp_path_factory.mktemp("kill")
-    (folder / "in.jsonl").write_text("\n".join(map(json.dumps, mixed(LINES))))
-    model = write_model(folder / "planted")
-    args = ["batch", folder / "in.jsonl", "-m", model.path, *OPTIONS, "-o"]
+    (folder / "in.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    args = ["batch", folder / "in.jsonl", "-m", model, *OPTIONS, *options, "-o"]
     run_here(*args, folder / "whole.jsonl")
     return args, folder, (folder / "whole.jsonl").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("kill")
+    return make_job(folder, write_model(folder / "planted").path, mixed(LINES))
+
+
+@pytest.fixture(scope="module")
+def exact_job(tmp_path_factory):
+    """Of a model of random weights, whose logprobs tell every rounding, and lines that ask for them."""
+    folder = tmp_path_factory.mktemp("exact")
+    config, weights = make_tiny("llama_gqa")
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        weights[name] = weights[name][:VOCAB]
+    path = write_hf(folder / "random", config | {"vocab_size": VOCAB}, weights)
+    template = {"chat_template": text_fixtures.TEMPLATES["chatml"]}
+    text_fixtures.save(path, text_fixtures.byte_level(), text_fixtures.BYTE_LEVEL_CONFIG | template)
+    lines = mixed(LINES)
+    for line in lines:
+        line |= {"logprobs": 2} if "prompt" in line else {"logprobs": True, "top_logprobs": 2}
+    return make_job(folder, path, lines, "--exact")
 
 
 def run_here(*args):
@@ -99,9 +120,31 @@ def test_three_kills(job, tmp_path):
     kill_and_resume(job, tmp_path, 3)
 
 
+def test_two_kills_of_an_exact_job(exact_job, tmp_path):
+    """Lines that are done again run in other company: equal to the last bit all the same."""
+    _, _, whole = exact_job
+    assert b'"logprobs": {' in whole or b'"logprobs":{' in whole
+    kill_and_resume(exact_job, tmp_path, 2)
+
+
 @pytest.mark.slow
-def test_twenty_kills(job, tmp_path):
-    kill_and_resume(job, tmp_path, 20)
+@pytest.mark.parametrize("kind", ["job", "exact_job"])
+def test_twenty_kills(kind, request, tmp_path):
+    kill_and_resume(request.getfixturevalue(kind), tmp_path, 20)
+
+
+def test_a_job_is_exact_or_not(exact_job, tmp_path):
+    args, folder, _ = exact_job
+    args = [word for word in args if word != "--exact"]
+    lines = (folder / "whole.jsonl").read_bytes().splitlines(keepends=True)
+    (tmp_path / "out.jsonl").write_bytes(b"".join(lines[:-1]))
+    manifest = json.loads((folder / "whole.jsonl.manifest.json").read_bytes()) | {"finished": False}
+    (tmp_path / "out.jsonl.manifest.json").write_text(json.dumps(manifest))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jaxinfer.llm, "LLM", shared)
+        result = CliRunner().invoke(app, [str(word) for word in (*args, tmp_path / "out.jsonl")])
+    assert result.exit_code == 1
+    assert "exact was true, is false" in result.stderr
 
 
 @pytest.mark.slow

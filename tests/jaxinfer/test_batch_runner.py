@@ -655,7 +655,6 @@ def test_metrics(batch):
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (["--exact"], "--exact needs batch-invariant programs"),
         (["--shard", "3/2"], "--shard 3/2 must be i/n"),
         (["--resume", "--overwrite"], "give one of them"),
         (["--prompt-column", "text"], "--prompt-column is for .csv and .parquet files"),

@@ -59,7 +59,7 @@ def assert_close(
     np.testing.assert_allclose(np.asarray(lse), expected_lse, rtol=0, atol=5e-5)
 
 
-@pytest.mark.parametrize("implementation", ["reference", "xla"])
+@pytest.mark.parametrize("implementation", ["reference", "xla", "xla_invariant"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_matches_numpy_on_a_poisoned_pool(case: Case, implementation: str) -> None:
     inputs = make_inputs(case, seed=0, max_pages_per_row=4)
@@ -69,8 +69,9 @@ def test_matches_numpy_on_a_poisoned_pool(case: Case, implementation: str) -> No
     assert_close(case, out, lse, expected, expected_lse)
 
 
+@pytest.mark.parametrize("implementation", ["xla", "xla_invariant"])
 @pytest.mark.parametrize("sliding_window", [None, 140])
-def test_xla_walks_several_tiles_and_blocks(sliding_window: int | None) -> None:
+def test_xla_walks_several_tiles_and_blocks(sliding_window: int | None, implementation: str) -> None:
     """More than one query tile per row, more than one kv block per walk, more than one group of decode rows."""
     decode_lens = (300, 1, 129, 128, 0, 127, 5, 257, 64, 2)
     q_lens, kv_lens = (1,) * 10 + (150, 70), (*decode_lens, 290, 70)
@@ -79,8 +80,52 @@ def test_xla_walks_several_tiles_and_blocks(sliding_window: int | None) -> None:
     )
     inputs = make_inputs(case, seed=1)
     expected, expected_lse = numpy_attention(inputs)
-    out, lse = attend(**inputs, return_lse=True, implementation="xla")
+    out, lse = attend(**inputs, return_lse=True, implementation=implementation)
     assert_close(case, out, lse, expected, expected_lse)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [("float32", {}), ("bfloat16", {"sliding_window": 37, "soft_cap": 5.0, "sinks": True})],
+)
+def test_xla_invariant_gives_a_token_the_same_bits_in_every_batch(dtype: str, options: dict) -> None:
+    """Mixed with other rows, as one of many decode rows, in a chunk of its own that starts anywhere."""
+    q_lens, kv_lens = (1, 1, 1, 40, 17, 133), (300, 1, 129, 290, 17, 133)
+    case = Case("bits", 9, 3, 64, 16, q_lens, kv_lens, 5, 2, dtype=dtype, kv_dtype=dtype, **options)
+    inputs = make_inputs(case, seed=2)
+
+    def bits(**change) -> list[np.ndarray]:
+        found = attend(**(inputs | change), return_lse=True, implementation="xla_invariant")
+        return [np.asarray(x.astype(jnp.float32)) for x in found]
+
+    whole = bits()
+    rows = np.repeat(np.arange(len(q_lens)), q_lens)
+    positions = np.concatenate([np.arange(kv - q, kv) for q, kv in zip(q_lens, kv_lens, strict=True)])
+    q, table = np.asarray(inputs["q"]), np.asarray(inputs["page_table"])
+    order = np.random.default_rng(0).permutation(sum(q_lens))
+    for chunk in (order, order[:1]):  # decode rows, sorted by nothing
+        decode = bits(
+            q=q[chunk],
+            page_table=table[rows[chunk]],
+            kv_lens=positions[chunk].astype(np.int32) + 1,
+            cu_q_lens=np.arange(len(chunk) + 1, dtype=np.int32),
+            distribution=np.full(3, len(chunk), np.int32),
+            max_q_len=1,
+        )
+        for got, want in zip(decode, whole, strict=True):
+            np.testing.assert_array_equal(got, want[chunk])
+    begin = int(inputs["cu_q_lens"][5])
+    for start, end in ((1, 70), (50, 53)):  # chunks of the last row
+        alone = bits(
+            q=q[begin + start : begin + end],
+            page_table=table[5:6],
+            kv_lens=np.array([end], np.int32),
+            cu_q_lens=np.array([0, end - start], np.int32),
+            distribution=np.array([0, 1, 1], np.int32),
+            max_q_len=end - start,
+        )
+        for got, want in zip(alone, whole, strict=True):
+            np.testing.assert_array_equal(got, want[begin + start : begin + end])
 
 
 @pytest.mark.parametrize(
