@@ -6,9 +6,11 @@ the next step never waits for the host.
 """
 
 import logging
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 from functools import partial
 from queue import SimpleQueue
@@ -21,6 +23,7 @@ import numpy as np
 from jaxinfer import batch as batches
 from jaxinfer import kv_cache as kv
 from jaxinfer import logprobs, sampling
+from jaxinfer.background import BackgroundCompiler
 from jaxinfer.batch import StepBatch
 from jaxinfer.kv_cache import KVCache, KVCacheSpec
 from jaxinfer.logits_processors import ProcessorArgs
@@ -43,6 +46,7 @@ from jaxinfer.step import NUM_END_IDS, Buckets, DecodeLimits, Program, Programs,
 
 logger = logging.getLogger(__name__)
 
+COMPILE_THREADS = 2  # that compile at the same time at warm-up
 PAGE_COPIES = 16  # page copies done by one call; more take several calls
 
 
@@ -60,6 +64,7 @@ class EngineConfig:
     logits_processors: tuple[LogitsProcessor, ...] = ()
     logits_processor_args: Mapping[str, Any] | None = None  # see logits_processors.py
     saved_programs: SavedPrograms | None = None  # loaded instead of compiled, where it has them
+    background_compile: bool = False  # behind the first token, those that no step has asked for yet
 
 
 @dataclass(frozen=True)
@@ -135,6 +140,7 @@ class Engine:
             saved=config.saved_programs,
         )
         self._processor_args = ProcessorArgs(config.logits_processor_args)
+        self._background: BackgroundCompiler | None = None
         self.metrics = Metrics()
         self.recording: Recording | None = None  # set one to keep single steps
         self._start_host_state()
@@ -395,13 +401,13 @@ class Engine:
             pages_per_row=self._pages_per_row,
             spare_row=self.config.scheduler.max_num_seqs,
             max_q_len=1 if program.kind == "decode" else program.num_tokens,
+            tile=program.tile,
             **per_row,
         )
 
     def _prepare_pages_and_rows(self, scheduled: ScheduledStep, now: float) -> None:
         for begin in range(0, len(scheduled.page_copies), PAGE_COPIES):
             pairs = np.zeros((2, PAGE_COPIES), np.int32)
-            tile=program.tile,
             part = scheduled.page_copies[begin : begin + PAGE_COPIES]
             pairs[:, : len(part)] = np.array(part).T
             arguments = (self._cache, pairs[0], pairs[1])
@@ -501,6 +507,8 @@ class Engine:
             if count or (seq.finished and row.num_samples == 0):
                 advances.append(Advance(seq, count))
         self._account(scheduled, accepted, record)
+        if self._background is None and self.config.background_compile and any(accepted):
+            self._compile_behind(self._sampling[0]["variant"])
         return advances
 
     def _account(self, scheduled: ScheduledStep, accepted: list[int], record: StepRecord) -> None:
@@ -559,14 +567,34 @@ class Engine:
         What rows with penalties, bans, logprobs or labels need is compiled when first asked for, and counted;
         with `strict_compile` such requests are refused after the warm-up.
         """
-        for program in self.config.buckets.programs():
-            if program.kind != "score":
-                program = replace(program, processor_args=self._processor_args.signature)
-            self.programs.get(program, self._warmup_arguments(program))
-            progress(program)
+        programs = self._declared_programs()
+        logger.info("programs: %s", ", ".join(map(str, programs)))
+        with ThreadPoolExecutor(min(COMPILE_THREADS, os.cpu_count() or 1)) as pool:
+            jobs = {pool.submit(self.programs.get, p, self._warmup_arguments(p)): p for p in programs}
+            try:
+                for job in as_completed(jobs):
+                    job.result()
+                    progress(jobs[job])
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
         for function, arguments in helper_arguments(self._cache, self._rows).items():
             self.programs.helper(function, arguments)
         self.programs.warm = True
+
+    def _declared_programs(self) -> list[Program]:
+        """All programs of the buckets, the ones needed first at the front."""
+        args = self._processor_args.signature
+        return [
+            program if program.kind == "score" else replace(program, processor_args=args)
+            for program in self.config.buckets.programs()
+        ]
+
+    def _compile_behind(self, variant: Variant) -> None:
+        """Begins to compile, on a thread of its own, what `warmup` would; programs of `variant` first."""
+        programs = sorted(self._declared_programs(), key=lambda program: program.variant != variant)
+        jobs = [(program, _shapes(self._warmup_arguments(program))) for program in programs]
+        self._background = BackgroundCompiler(self.programs, jobs)
 
     def _warmup_arguments(self, program: Program) -> tuple:
         """Arguments of the shapes that `program` takes."""
@@ -579,10 +607,23 @@ class Engine:
 
     def close(self, *, weights: bool = True) -> None:
         """Frees device memory: cache, row state, and the weights unless they belong to somebody else."""
+        if self._background is not None:
+            self._background.stop()
         trees = (self._cache, self._rows, self.weights) if weights else (self._cache, self._rows)
         for leaf in jax.tree.leaves(trees):
             if isinstance(leaf, jax.Array) and not leaf.is_deleted():
                 leaf.delete()
+
+
+def _shapes(arguments: tuple) -> tuple:
+    """Arguments with the shape, dtype and sharding of each device array in its place."""
+
+    def shape(x: Any) -> Any:
+        if not isinstance(x, jax.Array):
+            return x
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding, weak_type=x.aval.weak_type)
+
+    return jax.tree.map(shape, arguments)
 
 
 def _name(seq: Sequence) -> str:

@@ -70,6 +70,8 @@ class LLM:
         kind of CPU and one version of jax. Steps are slower; a device or implementation for which this is not
         proven is refused.
       strict_compile: raise if a program is compiled after `warmup()`.
+      background_compile: behind the first token, compile on another thread what `warmup()` would. A process that
+        ends meanwhile waits for the program under way.
       logprobs_mode: "raw" (log-softmax of the model's logits) or "processed" (after all filters); of output
         tokens. Those of prompt tokens are always raw.
       logits_processors: functions of logits, traced into the step; see logits_processors.py.
@@ -119,9 +121,10 @@ class LLM:
         implementation: str = "auto",
         matmul_precision: str | None = None,
         decode_steps: int = 8,
-        strict_compile: bool = False,
-        logprobs_mode: LogprobsMode = "raw",
         batch_invariant: bool = False,
+        strict_compile: bool = False,
+        background_compile: bool = True,
+        logprobs_mode: LogprobsMode = "raw",
         logits_processors: Seq[LogitsProcessor] = (),
         logits_processor_args: Mapping[str, Any] | None = None,
         generation_config: str = "auto",
@@ -181,10 +184,10 @@ class LLM:
             page_size=page_size,
             implementation=implementation,
         )
+        tile = defaults.tile(batch_invariant, device, spec.implementation)
         plan = planner.check(
             found.module,
             config,
-        tile = defaults.tile(batch_invariant, device, spec.implementation)
             device,
             spec,
             max_model_len=max_model_len,
@@ -223,6 +226,7 @@ class LLM:
                 logprobs_mode=logprobs_mode,
                 matmul_precision=defaults.matmul_precision(matmul_precision, config.dtype),
                 strict_compile=strict_compile,
+                background_compile=background_compile,
                 enable_prefix_caching=enable_prefix_caching,
                 cache_salt=found.name,
                 logits_processors=tuple(logits_processors),

@@ -12,6 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from types import ModuleType
@@ -31,8 +32,8 @@ from jaxinfer.logits_processors import Signature
 from jaxinfer.sampling import LogitsProcessor, LogprobsMode, RowState, SampleOutput, SamplingBatch, Variant
 from jaxinfer.saved_programs import SavedPrograms
 from jaxinfer.scheduler import SchedulerConfig
-
 from jaxinfer.tiles import map_tiles
+
 logger = logging.getLogger(__name__)
 
 SCORE_POSITIONS = 64  # prompt positions that one score program unembeds
@@ -64,8 +65,8 @@ class Program:
     )
     num_labels: int = 0  # logprob_token_ids per row
     processor_args: Signature = ()  # what requests hand to logits processors
-
     tile: int | None = None  # tokens worked on together, for batch invariance (see tiles.py); None: all
+
     def __str__(self) -> str:
         shape = (self.num_rows, self.num_steps) if self.kind == "decode" else (self.num_tokens, self.num_rows)
         logprobs = "" if self.num_logprobs is None else f" logprobs={self.num_logprobs}"
@@ -90,8 +91,8 @@ class Buckets:
     prompt_logprobs: tuple[
         int, ...
     ] = ()  # their score programs, likewise: 0, or MAX_LOGPROBS for all up to it
-
     tile: int | None = None  # of the programs
+
     @staticmethod
     def default(
         max_num_seqs: int,
@@ -110,15 +111,15 @@ class Buckets:
           prefill T, T/4, T/16 ... tokens (at least 32) of up to R rows, as many as there is room for.
         So R = 64, T = 512, k = 8 has decode[1,1] [8,1] [24,1] [40,1] [64,1] [1,8] and prefill[128,64] [512,64]
         on CPU; elsewhere decode[8,1] [64,1] [8,8] [64,8] and prefill[32,32] [128,64] [512,64].
-        """
         With a tile: decode 1 and R, prefill T. The work of a step is its live tiles, whatever its bucket.
+        """
         most = max_num_seqs
-        if platform == "cpu":
         if tile is not None:
             widest = (max_num_batched_tokens, min(max_num_batched_tokens, most))
             return Buckets(
                 (widest,), tuple(sorted({1, most})), decode_steps, max_multi_step_rows=1, tile=tile
             )
+        if platform == "cpu":
             rows, multi = [1, 8, 3 * most // 8, 5 * most // 8], 1
         else:
             rows, multi = [8, 64 if most <= 256 else 256], most
@@ -221,8 +222,8 @@ def example_arguments(
         pages_per_row=kv.pages_needed(max_model_len, kv_cache.spec.page_size),
         spare_row=num_rows - 1,
         max_q_len=1 if program.kind == "decode" else program.num_tokens,
-    )
         tile=program.tile,
+    )
     limits = None
     if program.num_steps > 1:
         zeros = np.zeros(program.num_rows, np.int32)
@@ -292,8 +293,8 @@ def score(
     model: ModuleType,
     config: Any,
     num_logprobs: int,
-    weights: Any,
     tile: int | None,
+    weights: Any,
     hidden: jax.Array,
     index: jax.Array,
     targets: jax.Array,
@@ -302,8 +303,8 @@ def score(
 
     Args:
       num_logprobs: alternatives returned beside each token.
-      hidden: [T, D] of a prefill.
       tile: positions that are worked on together (see tiles.py); None for all.
+      hidden: [T, D] of a prefill.
       index: i32[S], which of them to unembed.
       targets: i32[S], the prompt token after each.
     """
@@ -382,14 +383,14 @@ class Programs:
         self._model, self._config, self._saved = model, config, saved
         self._logprobs_mode, self._logits_processors = logprobs_mode, logits_processors
         self._precision, self._strict = matmul_precision, strict
-        self._compiled: dict[Program, Callable[..., Any]] = {}
+        self._programs: dict[Program, Future[Callable[..., Any]]] = {}  # done, or under way on some thread
         self._helpers: dict[Callable, Callable[..., Any]] = {}
         self._lock = threading.Lock()
         self.warm = False  # set once all programs of the buckets are compiled
         self.compile_seconds = 0.0
 
     def __len__(self) -> int:
-        return len(self._compiled)
+        return sum(future.done() for future in list(self._programs.values()))
 
     def get(self, program: Program, arguments: tuple) -> Callable[..., Any]:
         """The executable of `program`, loaded or compiled for `arguments` if it is not there yet.
@@ -404,14 +405,24 @@ class Programs:
           ValueError: a saved program was compiled from other settings.
         """
         with self._lock:
-            if program not in self._compiled:
+            future = self._programs.get(program)
+            is_new = future is None
+            if is_new:
                 if self.warm:
                     self._late(program)
+                future = self._programs[program] = Future()
+        if is_new:
+            try:
                 jitted = self._jit(program, arguments)
-                self._compiled[program] = (
+                future.set_result(
                     self._make(str(program), jitted, arguments, self.identity(program, arguments))
                 )
-            return self._compiled[program]
+            except BaseException as error:
+                with self._lock:
+                    del self._programs[program]  # whoever asks next tries again
+                future.set_exception(error)
+                raise
+        return future.result()
 
     def helper(self, function: Callable, arguments: tuple) -> Callable[..., Any]:
         """The executable of a function that takes arrays of one shape each; it owns its first argument."""
@@ -441,7 +452,7 @@ class Programs:
         with jax.default_matmul_precision(self._precision or "default"):
             compiled = jitted.lower(*arguments).compile()
         seconds = time.perf_counter() - start
-        self.compile_seconds += seconds
+        self.compile_seconds += seconds  # of all threads together
         logger.info("compiled %s in %.2f s", name, seconds)
         return compiled
 

@@ -60,7 +60,7 @@ def main() -> None:
         )
         watcher = threading.Thread(target=watch, daemon=True)
         watcher.start()
-        run(job, lambda: LLM(model, max_num_seqs=64, max_model_len=64), totals)
+        run(job, lambda: LLM(model, max_num_seqs=64, max_model_len=64, background_compile=False), totals)
         done.set()
         watcher.join()
         size = (folder / "out.jsonl").stat().st_size

@@ -31,6 +31,7 @@ QUESTIONS, PREAMBLE, QUESTION_TOKENS, ANSWER = 200, 900, (30, 90), 8
 def open_llm(model: str, **options: Any) -> Any:
     from jaxinfer import LLM
 
+    options = {"background_compile": False} | options
     if model != "tiny":
         return LLM(model, **options)
     import jax

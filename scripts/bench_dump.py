@@ -42,6 +42,7 @@ def main() -> None:
         max_model_len=arguments.length + 1,
         max_num_seqs=8,
         enable_prefix_caching=False,
+        background_compile=False,
     )
     rng = np.random.default_rng(0)
     plain = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)

@@ -18,7 +18,7 @@ LAYERS = [
     "kv_cache layers batch page_allocator metrics timeline",
     "scheduler attention defaults saved_programs",
     "models",
-    "step logprobs",
+    "step logprobs background",
     "engine",
     "checkpoints",
     "tokenizer detokenizer chat prompts",

@@ -131,7 +131,7 @@ def run(
     def open_llm(**changes: Any) -> "LLM":
         from jaxinfer.llm import LLM
 
-        return LLM(model, **engine | changes)
+        return LLM(model, **engine | changes, background_compile=False)
 
     def offers_for(vocab_size: int, max_model_len: int, count: int) -> "list[Offer]":
         if dataset is not None:

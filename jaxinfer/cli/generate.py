@@ -65,7 +65,7 @@ def run(
 
     from jaxinfer.llm import LLM
 
-    with LLM(model, **engine_options(options, params.n)) as llm:
+    with LLM(model, **engine_options(options, params.n), background_compile=False) as llm:
         if chat is None:
             outputs = llm.stream(text, params)
         else:

@@ -63,6 +63,7 @@ def measure(
         max_model_len=length,
         num_pages=1 + batch * (pages_needed(length, page_size) + 1),
         enable_prefix_caching=False,
+        background_compile=False,
     ) as llm:
         return measure_engine(llm, hardware, name=model, batch=batch, prompt=prompt, output=output)
 

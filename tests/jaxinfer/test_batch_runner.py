@@ -688,4 +688,5 @@ LIBRARY = {
     "page_size": 16,
     "num_pages": 64,
     "max_model_len": 160,
+    "background_compile": False,
 }

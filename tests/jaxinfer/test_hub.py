@@ -233,6 +233,6 @@ def test_the_librarys_own_variables_act_and_a_second_run_is_offline(server, fold
 
 def test_llm_takes_a_hub_name(snapshot, monkeypatch):
     monkeypatch.setattr(hub, "snapshot", snapshot)
-    with LLM("acme/tiny", dtype="float32", max_num_seqs=2) as llm:
+    with LLM("acme/tiny", dtype="float32", max_num_seqs=2, background_compile=False) as llm:
         np.testing.assert_array_equal(llm.engine.weights.embed, WEIGHTS["model.embed_tokens.weight"])
         assert llm.tokenizer is not None and llm.tokenizer.decode(llm.tokenizer.encode("a the")) == "a the"

@@ -31,6 +31,7 @@ OPTIONS = dict(
     page_size=8,
     buckets=Buckets(((32, 4),), (4,), 4, 4),
     decode_steps=4,
+    background_compile=False,
 )
 GENERATION_CONFIG = {"temperature": 0.1, "top_k": 1, "max_new_tokens": 7, "do_sample": True}
 

@@ -39,7 +39,13 @@ def allocated(llm, program):
 @pytest.fixture(scope="module")
 def engine():
     options = {"max_num_seqs": 16, "max_num_batched_tokens": 64, "decode_steps": 1, "page_size": 32}
-    with LLM(config=CONFIG, weights=llama.init(CONFIG, jax.random.key(0)), buckets=BUCKETS, **options) as llm:
+    with LLM(
+        config=CONFIG,
+        weights=llama.init(CONFIG, jax.random.key(0)),
+        buckets=BUCKETS,
+        background_compile=False,
+        **options,
+    ) as llm:
         yield llm
 
 
@@ -85,7 +91,9 @@ def test_smollm2_is_as_large_as_planned(monkeypatch, tmp_path):
     monkeypatch.setattr("platformdirs.user_cache_path", lambda name: tmp_path)
     plan = make_plan(MODEL, hardware="cpu", context=512, batch=4)
     buckets = Buckets(prefill=((512, 4),), decode=(4,), decode_steps=1, max_multi_step_rows=4)
-    with LLM(MODEL, max_num_seqs=4, max_model_len=512, decode_steps=1, buckets=buckets) as llm:
+    with LLM(
+        MODEL, max_num_seqs=4, max_model_len=512, decode_steps=1, buckets=buckets, background_compile=False
+    ) as llm:
         weights, pool, total = allocated(llm, Program("prefill", 512, 4))
     assert (plan.memory.weights_bytes, plan.memory.pool_bytes) == (weights, pool)
     assert plan.memory.total_bytes == pytest.approx(total, rel=0.15)

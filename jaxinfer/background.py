@@ -1,0 +1,46 @@
+"""Compiles the programs that no step has asked for yet, behind the steps that run."""
+
+import atexit
+import logging
+import threading
+from collections.abc import Iterable
+
+from jaxinfer.step import Program, Programs
+
+logger = logging.getLogger(__name__)
+
+
+class BackgroundCompiler:
+    """One thread that gets one program after the other. A step that needs the one under way waits for it.
+
+    Args:
+      programs: where they are kept.
+      jobs: (program, arguments of its shapes), the most urgent first. Shapes, not arrays: steps give theirs away.
+    """
+
+    def __init__(self, programs: Programs, jobs: Iterable[tuple[Program, tuple]]) -> None:
+        self._programs, self._jobs = programs, list(jobs)
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="jaxinfer-compile", daemon=True)
+        # A thread inside the compiler must not outlive the interpreter: the process ends after the program under way.
+        atexit.register(self.close)
+        self._thread.start()
+
+    def _run(self) -> None:
+        for program, arguments in self._jobs:
+            if self._stopped.is_set():
+                return
+            try:
+                self._programs.get(program, arguments)
+            except Exception as error:  # the step that needs the program will raise it where it is seen
+                logger.warning("compiling %s behind the steps failed: %s", program, error)
+
+    def stop(self) -> None:
+        """Begins no further program; does not wait for the one under way."""
+        self._stopped.set()
+
+    def close(self) -> None:
+        """Stops, and waits for the program under way."""
+        self.stop()
+        self._thread.join()
+        atexit.unregister(self.close)

@@ -1,0 +1,116 @@
+"""Programs compiled behind the steps: once each, in time for whoever needs them, and never in the way of an exit."""
+
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from engines import BUCKETS, drain, generate, greedy_params, load, make_engine
+
+from jaxinfer.background import BackgroundCompiler
+from jaxinfer.request import SamplingParams
+from jaxinfer.step import Program, Programs
+
+NAME = "planted"
+A, B = (Program("decode", rows, rows) for rows in (1, 2))
+
+
+class Made(Programs):
+    """Programs that are made by waiting: `begun` says which, and each waits until it is let go."""
+
+    def __init__(self) -> None:
+        model, config, _ = load(NAME)
+        super().__init__(model, config)
+        self.begun: list[str] = []
+        self.started, self.go, self.error = threading.Event(), threading.Event(), None
+
+    def identity(self, program, arguments):
+        return ""
+
+    def _jit(self, program, arguments):
+        return None
+
+    def _make(self, name, jitted, arguments, identity):
+        self.begun.append(name)
+        self.started.set()
+        assert self.go.wait(30)
+        if self.error is not None:
+            raise self.error
+        return lambda: name
+
+
+def test_a_step_waits_for_the_program_under_way_and_nothing_is_compiled_twice():
+    programs = Made()
+    background = BackgroundCompiler(programs, [(A, ()), (B, ())])
+    assert programs.started.wait(30)
+    threading.Timer(0.05, programs.go.set).start()
+    assert programs.get(A, ())() == str(A)
+    assert programs.get(B, ())() == str(B)
+    background.close()
+    assert sorted(programs.begun) == sorted(map(str, (A, B))) and len(programs) == 2
+
+
+def test_a_failure_is_raised_to_the_step_that_waits_and_the_next_one_tries_again(caplog):
+    programs = Made()
+    programs.error = RuntimeError("no room")
+    background = BackgroundCompiler(programs, [(A, ())])
+    assert programs.started.wait(30)
+    threading.Timer(0.05, programs.go.set).start()
+    with pytest.raises(RuntimeError, match="no room"):
+        programs.get(A, ())
+    background.close()
+    programs.error = None
+    assert programs.get(A, ())() == str(A)
+    assert "no room" in caplog.text and programs.begun == [str(A)] * len(programs.begun)
+
+
+def test_stop_begins_no_further_program():
+    programs = Made()
+    background = BackgroundCompiler(programs, [(A, ()), (B, ())])
+    assert programs.started.wait(30)
+    background.stop()
+    programs.go.set()
+    background.close()
+    assert programs.begun == [str(A)]
+
+
+def test_the_rest_is_compiled_behind_the_first_token_with_the_variant_in_use_first():
+    buckets = replace(BUCKETS, prefill=((32, 4),), decode=(4,))
+    engine = make_engine("planted", buckets=buckets, steps=1, background_compile=True)
+    generate(engine, ([5, 6, 7], greedy_params(6, ignore_eos=True)))
+    background = engine._background
+    assert background is not None
+    background._thread.join(240)
+    assert [program.variant for program, _ in background._jobs] == ["greedy"] * 2 + ["sample"] * 2
+    assert len(engine.programs) == len(engine.config.buckets.programs()) == 4
+    seconds = engine.programs.compile_seconds
+    generate(engine, ([8, 9], SamplingParams(max_tokens=6, ignore_eos=True)))  # runs on what was compiled
+    assert len(engine.programs) == 4 and engine.programs.compile_seconds == seconds
+    drain(engine)
+
+
+SHORT = """
+import sys
+sys.path.append("tests")
+from engines import load
+from jaxinfer import LLM, SamplingParams
+
+model, config, weights = load("planted")
+llm = LLM(config=config, weights=weights, max_num_seqs=4, max_model_len=64, num_pages=8, compilation_cache_dir=None)
+out = llm.generate([[5, 6, 7]], SamplingParams(temperature=0, max_tokens=2, ignore_eos=True), use_tqdm=False)
+print(len(out[0].outputs[0].token_ids), llm.engine._background._thread.is_alive(), flush=True)
+"""
+
+
+def test_a_short_script_ends_cleanly_while_a_program_is_compiled_behind_it():
+    result = subprocess.run(
+        [sys.executable, "-c", SHORT],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        cwd=Path(__file__).parents[2],
+    )
+    assert (result.returncode, result.stdout) == (0, "2 True\n"), result.stderr
