@@ -182,7 +182,7 @@ ENGINE_CASES = {
 # Arguments of LLM without an option: objects of Python; and what cannot act on one prompt of one command.
 NO_OPTION = {"self", "model", "config", "weights", "model_module", "tokenizer", "buckets", "unknown"}
 NO_OPTION |= {"logits_processors", "logits_processor_args"}
-NO_OPTION |= {"seed", "max_num_partial_prefills", "strict_compile", "generation_config"}
+NO_OPTION |= {"seed", "max_num_partial_prefills", "strict_compile", "generation_config", "background_compile"}
 
 
 LLM_ARGUMENTS = inspect.signature(jaxinfer.llm.LLM.__init__).parameters
@@ -193,7 +193,7 @@ def test_every_engine_option_reaches_the_engine(fake, name):
     args, expected = ENGINE_CASES[name]
     assert invoke("generate", "-m", "x", "prompt", *args.split(" ")).exit_code == 0
     assert fake.last.engine_options[name] == expected
-    defaults = {"decode_steps": 1, "max_num_seqs": 1}
+    defaults = {"decode_steps": 1, "max_num_seqs": 1, "background_compile": False}
     assert {k: v for k, v in fake.last.engine_options.items() if k != name} == {
         k: v for k, v in defaults.items() if k != name
     }
