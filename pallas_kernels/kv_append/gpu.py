@@ -27,17 +27,17 @@ def kv_append(
     kv_scales: jax.Array | None,  # f32[num_pages, K, 2, page_size]
     slot_mapping: jax.Array,  # i32[T]
     *,
-    compute_capability: tuple[int, int] = (9, 0),
+    compute_capability: tuple[int, int],
 ) -> tuple[jax.Array, jax.Array | None]:
     """See the package's docstring. compute_capability is that of the GPU that the program is compiled for.
 
     Raises:
         NotImplementedError: the GPU is older than Hopper, or the pages are int4.
     """
-    if compute_capability < (9, 0):
+    if compute_capability < mosaic_gpu.FIRST_WITH_TMA:
         raise NotImplementedError(
-            f"kv_append implementation 'gpu' stores by TMA, which compute capability {compute_capability}"
-            " lacks (9.0 is the least): use implementation='xla'"
+            "kv_append implementation 'gpu' stores by TMA, which compute capability {}.{} lacks (9.0 is the"
+            " least): use implementation='xla' or 'gpu_xla'".format(*compute_capability)
         )
     if kv_pages.dtype == jnp.int4:
         raise NotImplementedError(

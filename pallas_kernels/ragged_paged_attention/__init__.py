@@ -21,6 +21,8 @@ IMPLEMENTATIONS = {
     "xla_invariant": "pallas_kernels.ragged_paged_attention.xla_invariant",
     "tpu": "pallas_kernels.ragged_paged_attention.tpu",  # Pallas Mosaic TPU
     "gpu": "pallas_kernels.ragged_paged_attention.gpu",  # Pallas Mosaic GPU
+    # calls that the decode kernel of gpu takes whole by gpu, every other call by xla
+    "gpu_xla": "pallas_kernels.ragged_paged_attention.gpu_xla",
 }
 QUANTIZED_DTYPES = (jnp.int8, jnp.int4, jnp.float8_e4m3fn)  # page dtypes that need kv_scales
 FLOAT_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)  # page dtypes that must not have kv_scales; q dtypes
@@ -42,6 +44,7 @@ def ragged_paged_attention(
     sink_logits: jax.Array | None = None,
     return_lse: bool = False,
     implementation: str,
+    compute_capability: tuple[int, int] = (9, 0),
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Causal attention of each row's query tokens over the row's pages.
 
@@ -70,6 +73,7 @@ def ragged_paged_attention(
         sink_logits: f32[N], one more logit per head in the softmax's denominator that has no value.
         return_lse: also return the log of the softmax's denominator (sink included).
         implementation: a key of IMPLEMENTATIONS. There is no default and no falling back.
+        compute_capability: of the GPU that the program is compiled for; only gpu and gpu_xla look at it.
 
     Returns:
         [T, N, H] in q's dtype, or (that, f32[T, N]). Padded tokens (>= cu_q_lens[num_seqs]) and tokens of
@@ -82,6 +86,7 @@ def ragged_paged_attention(
     """
     _validate(q, kv_pages, kv_scales, page_table, kv_lens, cu_q_lens, distribution)
     _validate_options(q, sm_scale, max_q_len, sliding_window, soft_cap, sink_logits)
+    options = {"compute_capability": compute_capability} if implementation in ("gpu", "gpu_xla") else {}
     return load("ragged_paged_attention", IMPLEMENTATIONS, implementation)(
         q,
         kv_pages,
@@ -96,6 +101,7 @@ def ragged_paged_attention(
         soft_cap=soft_cap,
         sink_logits=sink_logits,
         return_lse=return_lse,
+        **options,
     )
 
 

@@ -1,5 +1,7 @@
 """Pallas Mosaic GPU: which rows take which kernel, what is refused, and the packing around the kernels.
 
+Compute capability 8.0 to 12.1 for rows of few query tokens (gpu_decode), 9.0 alone for others (gpu_prefill).
+
 Rows whose query tokens times G heads fit one tile of 64 rows (all of a pure decode program, drafts) take gpu_decode.
 With a larger max_q_len, rows [0, decode_end) take gpu_decode as rows of one token and the others gpu_prefill.
 """
@@ -7,10 +9,11 @@ With a larger max_q_len, rows [0, decode_end) take gpu_decode as rows of one tok
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.ragged_paged_attention import gpu_costs, gpu_decode, gpu_prefill
+from pallas_kernels import mosaic_gpu
+from pallas_kernels.ragged_paged_attention import gpu_costs, gpu_decode, gpu_prefill, gpu_tuning
 
 MAX_DECODE_Q_LEN = 16  # query tokens of a draft row that take the decode kernel, if they fit its tile
-FIRST_WITH_TMA = (9, 0)
+QUANTIZED_DTYPES = (jnp.int8, jnp.float8_e4m3fn)
 ELSE = "use implementation='xla'"
 
 
@@ -29,7 +32,7 @@ def ragged_paged_attention(
     soft_cap: float | None = None,
     sink_logits: jax.Array | None = None,
     return_lse: bool = False,
-    compute_capability: tuple[int, int] = (9, 0),
+    compute_capability: tuple[int, int],
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """See the package's docstring. compute_capability is that of the GPU that the program is compiled for.
 
@@ -43,14 +46,22 @@ def ragged_paged_attention(
     num_kv_heads, page_size = kv_pages.shape[1:3]
     num_rows, pages_per_row = page_table.shape
     group, max_kv_len = num_q_heads // num_kv_heads, pages_per_row * page_size
-    decode_q_len = max_q_len if takes_decode_only(max_q_len, group, head_dim) else 1
+    decode_q_len = max_q_len if takes_decode_only(max_q_len, group, head_dim, compute_capability) else 1
     decode = gpu_decode.make_schedule(
-        num_rows, pages_per_row, num_kv_heads, group, head_dim, page_size, decode_q_len
+        num_rows,
+        pages_per_row,
+        num_kv_heads,
+        group,
+        head_dim,
+        page_size,
+        decode_q_len,
+        kv_pages.dtype.itemsize,
+        compute_capability,
     )
     tokens = jnp.arange(num_tokens)
     rows = jnp.clip(jnp.searchsorted(cu_q_lens, tokens, side="right") - 1, 0, num_rows - 1)  # i32[T]
 
-    # Heads beyond G fill a token's rows up to TMA_ALIGNMENT; none are needed where H is a multiple of 64.
+    # Heads beyond G fill a token's rows up to whole copies.
     spare = decode.group - group
     if sink_logits is None:
         sink_logits = jnp.full((num_q_heads,), -jnp.inf, jnp.float32)
@@ -63,6 +74,7 @@ def ragged_paged_attention(
     out, lse = gpu_decode.attend(
         grouped_q,
         kv_pages,
+        kv_scales,
         page_table,
         kv_lens,
         cu_q_lens,
@@ -80,10 +92,13 @@ def ragged_paged_attention(
     out, lse = out[rows, :, index], lse[rows, :, index]  # [T, K, group, H], f32[T, K, group]
 
     if decode_q_len < max_q_len:
-        prefill = gpu_prefill.make_schedule(num_tokens, num_rows, num_kv_heads, group, head_dim, page_size)
+        prefill = gpu_prefill.make_schedule(
+            num_tokens, num_rows, num_kv_heads, group, head_dim, page_size, kv_pages.dtype.itemsize
+        )
         prefill_out, prefill_lse = gpu_prefill.attend(
             grouped_q,
             kv_pages,
+            kv_scales,
             page_table,
             kv_lens,
             cu_q_lens,
@@ -105,9 +120,9 @@ def ragged_paged_attention(
     return (out, lse) if return_lse else out
 
 
-def takes_decode_only(max_q_len: int, group: int, head_dim: int) -> bool:
+def takes_decode_only(max_q_len: int, group: int, head_dim: int, compute_capability: tuple[int, int]) -> bool:
     """Whether all rows of a call take the decode kernel."""
-    return max_q_len <= MAX_DECODE_Q_LEN and gpu_decode.fits(max_q_len, group, head_dim)
+    return max_q_len <= MAX_DECODE_Q_LEN and gpu_decode.fits(max_q_len, group, head_dim, compute_capability)
 
 
 def refusal(
@@ -116,22 +131,37 @@ def refusal(
     """Why this combination has no GPU kernel and what would work, or None."""
     _, num_q_heads, head_dim = q.shape
     num_kv_heads, page_size = kv_pages.shape[1:3]
-    group = num_q_heads // num_kv_heads
-    if compute_capability < FIRST_WITH_TMA:
-        return f"compute capability {compute_capability} has no TMA (9.0 is the least): {ELSE}"
-    if kv_pages.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"kv_pages {kv_pages.dtype} are not supported, only bfloat16 and float16: {ELSE}"
-    if q.dtype != kv_pages.dtype:
+    group, capability = num_q_heads // num_kv_heads, "{}.{}".format(*compute_capability)
+    if compute_capability not in gpu_tuning.DECODE_LIMITS:
+        known = ", ".join("{}.{}".format(*known) for known in gpu_tuning.DECODE_LIMITS)
+        return f"compute capability {capability} is none of {known}: {ELSE}"
+    is_quantized = kv_pages.dtype in QUANTIZED_DTYPES
+    if not is_quantized and kv_pages.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"kv_pages {kv_pages.dtype} is none of bfloat16, float16, int8, float8_e4m3fn: {ELSE}"
+    if q.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"q {q.dtype} is neither bfloat16 nor float16: cast it, or {ELSE}"
+    if not is_quantized and q.dtype != kv_pages.dtype:
         return f"q {q.dtype} must have the dtype of kv_pages {kv_pages.dtype}: cast it, or {ELSE}"
     if head_dim % 16 or not 32 <= head_dim <= 256:
         return f"head_dim {head_dim} is not a multiple of 16 from 32 to 256: {ELSE}"
-    if page_size & (page_size - 1) or page_size < 8:
-        return f"page_size {page_size} is not a power of two from 8 on: use such a one, or {ELSE}"
-    if not gpu_decode.fits(1, group, head_dim):
-        return f"{group} query heads per kv head exceed the query tile: {ELSE}"
-    if not takes_decode_only(max_q_len, group, head_dim) and compute_capability[0] != 9:
+    least_page = gpu_tuning.MIN_BLOCK_KV if is_quantized else 8
+    if page_size & (page_size - 1) or page_size < least_page:
         return (
-            f"max_q_len {max_q_len} needs the prefill kernel, whose WGMMA exists on compute capability 9.0 only, not"
-            f" {compute_capability}: {ELSE} for prefill, 'gpu' for decode"
+            f"page_size {page_size} is not a power of two from {least_page} on (kv_pages {kv_pages.dtype}):"
+            f" use such a one, or {ELSE}"
+        )
+    by_tma = compute_capability >= mosaic_gpu.FIRST_WITH_TMA
+    if not by_tma and page_size < 32 and not mosaic_gpu.cp_async_takes(page_size, head_dim):
+        return (
+            f"page_size {page_size} with head_dim {head_dim} is too small for cp.async, which compute capability"
+            f" {capability} needs: use page_size 32 or more, or {ELSE}"
+        )
+    if not gpu_decode.fits(1, group, head_dim, compute_capability):
+        return f"{group} query heads per kv head exceed the query tile: {ELSE}"
+    is_decode = takes_decode_only(max_q_len, group, head_dim, compute_capability)
+    if not is_decode and compute_capability != gpu_prefill.COMPUTE_CAPABILITY:
+        return (
+            f"max_q_len {max_q_len} needs the prefill kernel, whose WGMMA exists on compute capability 9.0 only,"
+            f" not {capability}: {ELSE}, or 'gpu_xla', which takes xla for such programs alone"
         )
     return None

@@ -1,7 +1,8 @@
 """Bytes and FLOPs of the GPU kernels, counted from their own schedules, and the least that any kernel could need.
 
 Bytes are those between device memory and the chip, the passes around the kernels included (q into tiles, merging of
-splits, tokens back in order); a copy that would hit in L2 counts as if it did not. K and V, q and out have 2 bytes.
+splits, tokens back in order); a copy that would hit in L2 counts as if it did not. q and out have 2 bytes, K and V
+kv_itemsize, with 4 more per token and kv head for each scale where that is 1.
 """
 
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.ragged_paged_attention import gpu_decode, gpu_prefill
 
-BYTES = 2  # of an element of q, out, K and V
+BYTES = 2  # of an element of q and out
 F32_BYTES = 4
 
 
@@ -29,6 +30,11 @@ class Cost(NamedTuple):
         )
 
 
+def token_bytes(head_dim: int, kv_itemsize: int) -> int:
+    """K and V of one token and kv head, and their scales."""
+    return 2 * (head_dim * kv_itemsize + (F32_BYTES if kv_itemsize == 1 else 0))
+
+
 def least(
     num_q_heads: int,
     num_kv_heads: int,
@@ -36,6 +42,7 @@ def least(
     q_lens: Sequence[int],
     kv_lens: Sequence[int],
     sliding_window: int | None = None,
+    kv_itemsize: int = 2,
 ) -> Cost:
     """Each visible K and V read once per row, q read and out written once, no masked score computed."""
     moved = pairs = 0
@@ -45,7 +52,8 @@ def least(
         if sliding_window is not None:
             seen, resident = np.minimum(seen, sliding_window), min(kv_len, sliding_window + q_len - 1)
         pairs += int(seen.sum()) * num_q_heads
-        moved += (2 * resident * num_kv_heads + 2 * q_len * num_q_heads) * head_dim * BYTES
+        moved += resident * num_kv_heads * token_bytes(head_dim, kv_itemsize)
+        moved += 2 * q_len * num_q_heads * head_dim * BYTES
     return Cost(moved, 4 * pairs * head_dim, pairs)
 
 
@@ -63,10 +71,13 @@ def decode(
             continue
         first_seen = 0 if sliding_window is None else max(kv_len - q_len - sliding_window + 1, 0)
         num_blocks = -(-kv_len // s.block_kv) - first_seen // s.block_kv
-        splits = min(max(-(-num_blocks * s.block_kv // gpu_decode.MIN_SPLIT_TOKENS), 1), s.num_splits)
+        splits = min(max(-(-num_blocks * s.block_kv // s.min_split_tokens), 1), s.num_splits)
         splits = -(-num_blocks // -(-num_blocks // splits))  # those that get a block
-        copies = -(-kv_len // s.fetch_kv) - first_seen // s.fetch_kv
-        moved += copies * s.fetch_kv * 2 * s.head_dim * BYTES
+        if s.by_tma:
+            copies = -(-kv_len // s.fetch_kv) - first_seen // s.fetch_kv
+        else:  # unseen parts of a block cost a copy of the null page
+            copies = num_blocks * s.block_kv // s.fetch_kv
+        moved += copies * s.fetch_kv * token_bytes(s.head_dim, s.kv_itemsize)
         tile = q_len * s.group * s.head_dim
         moved += splits * tile * (BYTES + (BYTES if s.num_splits == 1 else F32_BYTES))  # q in, out away
         moved += 2 * tile * BYTES  # tokens back in order: read (of what was merged) and write
@@ -101,7 +112,7 @@ def prefill(
         end = -(-(first_position + tokens) // s.block_kv)
         fetched_end = np.minimum(end * s.block_kv, -(-kv_len // s.fetch_kv) * s.fetch_kv)
         fetched = fetched_end - first_seen // s.fetch_kv * s.fetch_kv
-        moved += int(fetched.sum()) * 2 * s.head_dim * BYTES
+        moved += int(fetched.sum()) * token_bytes(s.head_dim, s.kv_itemsize)
         for warpgroup in range(gpu_prefill.COMPUTE_WARPGROUPS):
             own_start = warpgroup * s.warpgroup_tokens
             own_tokens = np.clip(tokens - own_start, 0, s.warpgroup_tokens)

@@ -5,6 +5,8 @@ warpgroups take half of them each, times the G heads of the kv head, as 64 rows 
 fetches K and V by TMA, a page (or a part of a page) per copy, into a ring of `num_stages` buffers of block_kv tokens.
 Blocks above the diagonal and below the window are neither fetched nor computed; only blocks on the edges are masked.
 The softmax is online, in float32 and base 2 (FlashAttention-3, arXiv:2407.08608, without its ping-pong).
+8-bit pages arrive in buffers of their own; the third warpgroup widens them, applies their scales in float32, and puts K
+and V into the ring in q's dtype, as if the pages had it.
 Tiles come and leave whole, as [64, H] per warpgroup in tensors laid out by tile: a TMA copy into swizzled memory must
 begin at a multiple of 8 rows, which tokens of a row do not. The passes that put q into tiles and tokens back in order
 are plain JAX; tiles want [K, rows, H] where q and out are [T, N, H], so such passes are needed anyway.
@@ -21,13 +23,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import mosaic_gpu
-from pallas_kernels.mosaic_gpu import TMA_ALIGNMENT
+from pallas_kernels.mosaic_gpu import PIECE_ROWS, TMA_ALIGNMENT
 
+COMPUTE_CAPABILITY = (9, 0)  # the only one with WGMMA
 LOG2_E = math.log2(math.e)
 WGMMA_ROWS = 64  # of the query tile of one warpgroup
 COMPUTE_WARPGROUPS = 2
-# Registers per thread: 2 x 128 x 232 + 128 x 40 fill the 64 K registers of an SM.
-COMPUTE_REGISTERS, FETCH_REGISTERS = 232, 40
+# Registers per thread of a compute and the fetch warpgroup, by bytes of an element of the pages. 2 x 128 x 232 +
+# 128 x 40 fill the 64 K registers of an SM; widening takes more than 40.
+REGISTERS = {2: (232, 40), 1: (216, 80)}
+RAW_STAGES = 2  # buffers of 8-bit K|V
 SMEM_BYTES = (
     220 * 1024
 )  # of the 227 KiB that one block may have on Hopper; barriers and alignment take the rest
@@ -40,6 +45,7 @@ class Schedule:
     num_kv_heads: int  # K
     head_dim: int  # H
     page_size: int
+    kv_itemsize: int  # bytes of an element of the pages
     group: int  # query heads per kv head in the tile: G, or more where a token's rows would end off TMA_ALIGNMENT
     num_tiles: int  # upper bound over all ways to cut the tokens into rows
     block_kv: int  # kv tokens per step
@@ -56,19 +62,29 @@ class Schedule:
 
 
 def make_schedule(
-    num_tokens: int, num_rows: int, num_kv_heads: int, group: int, head_dim: int, page_size: int
+    num_tokens: int,
+    num_rows: int,
+    num_kv_heads: int,
+    group: int,
+    head_dim: int,
+    page_size: int,
+    kv_itemsize: int,
 ) -> Schedule:
     while group * head_dim * 2 % TMA_ALIGNMENT:
         group += 1
     block_kv = 128 if head_dim <= 128 else 64
     row_bytes = head_dim * 2
-    tile_bytes = COMPUTE_WARPGROUPS * WGMMA_ROWS * row_bytes  # q, then out
-    num_stages = (SMEM_BYTES - tile_bytes) // (2 * block_kv * row_bytes)
+    smem_bytes = SMEM_BYTES - COMPUTE_WARPGROUPS * WGMMA_ROWS * row_bytes  # q, then out
+    if kv_itemsize == 1:  # room for the 8-bit buffers
+        block_kv //= 2
+        smem_bytes -= RAW_STAGES * block_kv * 2 * head_dim
+    num_stages = smem_bytes // (2 * block_kv * row_bytes)
     tile_tokens = COMPUTE_WARPGROUPS * (WGMMA_ROWS // group)
     return Schedule(
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         page_size=page_size,
+        kv_itemsize=kv_itemsize,
         group=group,
         num_tiles=num_tokens // tile_tokens + min(num_rows, num_tokens),
         block_kv=block_kv,
@@ -98,24 +114,26 @@ def _attend(
     tile_rows_ref,  # i32[num_tiles]: the row of each tile
     tile_starts_ref,  # i32[num_tiles]: its first token, counted in the row; at or past the row's end in spare tiles
     sinks_ref,  # f32[K, WGMMA_ROWS], base-2 logits; -inf where there is none
-    out_ref,  # [num_tiles, K, COMPUTE_WARPGROUPS, WGMMA_ROWS, H]
-    lse_ref,  # f32[num_tiles, K, COMPUTE_WARPGROUPS, WGMMA_ROWS], base 2
-    q_smem,  # [COMPUTE_WARPGROUPS, WGMMA_ROWS, H]; out in the end
-    k_smem,  # [num_stages, block_kv, H]
-    v_smem,  # [num_stages, block_kv, H]
-    q_barriers,
-    k_barriers,
-    v_barriers,
-    k_consumed,
-    v_consumed,
-    edge_barrier,
-    *,
+    *refs,
+    # [scales_ref f32[num_pages, K, 2, page_size], with 8-bit pages]
+    # out_ref     [num_tiles, K, COMPUTE_WARPGROUPS, WGMMA_ROWS, H]
+    # lse_ref     f32[num_tiles, K, COMPUTE_WARPGROUPS, WGMMA_ROWS], base 2
+    # q_smem      [COMPUTE_WARPGROUPS, WGMMA_ROWS, H]; out in the end
+    # k_smem      [num_stages, block_kv, H]
+    # v_smem      [num_stages, block_kv, H]
+    # q_barriers, k_barriers, v_barriers, k_consumed, v_consumed
+    # then with 8-bit pages raw_smem [RAW_STAGES, block_kv, 2H] and raw_barriers, else edge_barrier
     schedule: Schedule,
     sm_scale: float,
     sliding_window: int | None,
     soft_cap: float | None,
 ):
     s = schedule
+    is_quantized = s.kv_itemsize == 1
+    scales_ref, *refs = refs if is_quantized else (None, *refs)
+    out_ref, lse_ref, q_smem, k_smem, v_smem, *refs = refs
+    q_barriers, k_barriers, v_barriers, k_consumed, v_consumed, *fetch_refs = refs
+    compute_registers, fetch_registers = REGISTERS[s.kv_itemsize]
     dtype, head_dim, block_kv, group = q_smem.dtype, s.head_dim, s.block_kv, s.group
     kv_head, tile, warpgroup = lax.axis_index("kv_head"), lax.axis_index("tile"), lax.axis_index("warpgroup")
     row, tile_start = tile_rows_ref[tile], tile_starts_ref[tile]
@@ -135,10 +153,10 @@ def _attend(
 
     @pl.when((tile_tokens > 0) & (warpgroup == COMPUTE_WARPGROUPS))
     def _fetch_warpgroup():
-        plgpu.set_max_registers(FETCH_REGISTERS, action="decrease")
+        plgpu.set_max_registers(fetch_registers, action="decrease")
 
-        def copy_page_part(block, start, lane, smem, barrier):
-            """One part of a page, K (lane 0) or V (lane H), or an arrival in its stead where no query sees it."""
+        def copy_page_part(block, start, lanes, smem, barrier):
+            """Lanes of one part of a page, or an arrival in its stead where no query sees it."""
             position = block * block_kv + start
             seen = (position < kv_len) & (position + s.fetch_kv > first_seen)
 
@@ -147,7 +165,7 @@ def _attend(
                 page = page_table_ref[row, lax.div(position, s.page_size)]
                 offset = lax.rem(position, s.page_size)
                 plgpu.copy_gmem_to_smem(
-                    pages_ref.at[page, kv_head, pl.ds(offset, s.fetch_kv), pl.ds(lane, head_dim)],
+                    pages_ref.at[page, kv_head, pl.ds(offset, s.fetch_kv), lanes],
                     smem.at[pl.ds(start, s.fetch_kv)],
                     barrier,
                 )
@@ -156,51 +174,99 @@ def _attend(
             def _skip():
                 plgpu.barrier_arrive(barrier)
 
-        def copy_block(block, lane, smem, barrier):
+        def copy_block(block, lanes, smem, barrier):
             for start in range(0, block_kv, s.fetch_kv):
-                copy_page_part(block, start, lane, smem, barrier)
+                copy_page_part(block, start, lanes, smem, barrier)
 
-        @pl.loop(begin, end)
-        def _fetch_block(block):
+        lanes = mosaic_gpu.swizzle_lanes(head_dim)
+        piece_layout = mosaic_gpu.piece_layout(head_dim, dtype)
+
+        def seen_in_piece(start):
+            """bool[PIECE_ROWS, lanes]: whether some query of the tile sees the kv positions from start on."""
+            position = plgpu.broadcasted_iota(jnp.int32, (PIECE_ROWS, lanes), 0, layout=piece_layout) + start
+            return (position < kv_len) & (position >= first_seen)
+
+        def wait_for_buffer(block, consumed):
+            @pl.when(block - begin >= s.num_stages)
+            def _wait():
+                plgpu.barrier_wait(consumed.at[lax.rem(block - begin, s.num_stages)])
+
+        def fetch_block(block):
+            (edge_barrier,) = fetch_refs
             stage = lax.rem(block - begin, s.num_stages)
-
-            @pl.when(block - begin >= s.num_stages)
-            def _wait_for_k_buffer():
-                plgpu.barrier_wait(k_consumed.at[stage])
-
-            copy_block(block, 0, k_smem.at[stage], k_barriers.at[stage])
-
-            @pl.when(block - begin >= s.num_stages)
-            def _wait_for_v_buffer():
-                plgpu.barrier_wait(v_consumed.at[stage])
-
+            k_lanes, v_lanes = pl.ds(0, head_dim), pl.ds(head_dim, head_dim)
+            wait_for_buffer(block, k_consumed)
+            copy_block(block, k_lanes, k_smem.at[stage], k_barriers.at[stage])
+            wait_for_buffer(block, v_consumed)
             is_edge = ((block + 1) * block_kv > kv_len) | (block * block_kv < first_seen)
 
             @pl.when(jnp.logical_not(is_edge))
             def _copy_values():
-                copy_block(block, head_dim, v_smem.at[stage], v_barriers.at[stage])
+                copy_block(block, v_lanes, v_smem.at[stage], v_barriers.at[stage])
 
             @pl.when(is_edge)
             def _copy_and_zero_values():
                 # What no query may see must not reach the product: 0 x NaN is NaN.
-                copy_block(block, head_dim, v_smem.at[stage], edge_barrier)
+                copy_block(block, v_lanes, v_smem.at[stage], edge_barrier)
                 plgpu.barrier_wait(edge_barrier)
-                layout, lanes = plgpu.Layout.WGMMA, mosaic_gpu.swizzle_lanes(head_dim)
-                for start in range(0, block_kv, WGMMA_ROWS):
+                for start in range(0, block_kv, PIECE_ROWS):
+                    seen = seen_in_piece(block * block_kv + start)
                     for lane in range(0, head_dim, lanes):
-                        part = v_smem.at[stage, pl.ds(start, WGMMA_ROWS), pl.ds(lane, lanes)]
-                        values = plgpu.load(part, layout=layout, optimized=False)
-                        position = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=layout)
-                        position += block * block_kv + start
-                        seen = (position < kv_len) & (position >= first_seen)
-                        part[...] = jnp.where(seen, values, jnp.zeros((), dtype))
+                        piece = v_smem.at[stage, pl.ds(start, PIECE_ROWS), pl.ds(lane, lanes)]
+                        values = plgpu.load(piece, layout=piece_layout)
+                        piece[...] = jnp.where(seen, values, jnp.zeros((), dtype))
                 plgpu.commit_smem()
                 for _ in range(block_kv // s.fetch_kv):
                     plgpu.barrier_arrive(v_barriers.at[stage])
 
+        def fetch_raw(block):
+            raw_smem, raw_barriers = fetch_refs
+            stage = lax.rem(block - begin, RAW_STAGES)
+            copy_block(block, pl.ds(0, 2 * head_dim), raw_smem.at[stage], raw_barriers.at[stage])
+
+        def widen_block(block, kv, consumed, target, barriers):
+            """K (kv 0) or V (1) of a block from its 8-bit buffer into the ring."""
+            raw_smem, _ = fetch_refs
+            wait_for_buffer(block, consumed)
+            stage, raw_stage = lax.rem(block - begin, s.num_stages), lax.rem(block - begin, RAW_STAGES)
+            for start in range(0, block_kv, PIECE_ROWS):
+                rows, position = pl.ds(start, PIECE_ROWS), block * block_kv + start
+                seen = seen_in_piece(position)
+                page = page_table_ref[row, lax.div(jnp.minimum(position, kv_len - 1), s.page_size)]
+                scales = plgpu.load(
+                    scales_ref.at[page, kv_head, kv, pl.ds(lax.rem(position, s.page_size), PIECE_ROWS)],
+                    layout=piece_layout.reduce(1),
+                    optimized=False,
+                )
+                for lane in range(0, head_dim, lanes):
+                    source = raw_smem.at[raw_stage, rows, pl.ds(kv * head_dim + lane, lanes)]
+                    values = mosaic_gpu.widen(plgpu.load(source, layout=piece_layout, optimized=False), dtype)
+                    values = values.astype(jnp.float32) * lax.broadcast_in_dim(scales, values.shape, [0])
+                    # What no query may see must not reach the product: 0 x NaN is NaN, and scales there may be NaN.
+                    values = jnp.where(seen, values, 0.0)
+                    target[stage, rows, pl.ds(lane, lanes)] = values.astype(dtype)
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(barriers.at[stage])
+
+        if is_quantized:
+            fetch_raw(begin)
+
+            @pl.loop(begin, end)
+            def _fetch_and_widen_block(block):
+                @pl.when(block + 1 < end)
+                def _fetch_next():
+                    fetch_raw(block + 1)
+
+                plgpu.barrier_wait(fetch_refs[1].at[lax.rem(block - begin, RAW_STAGES)])
+                widen_block(block, 0, k_consumed, k_smem, k_barriers)
+                widen_block(block, 1, v_consumed, v_smem, v_barriers)
+
+        else:
+            pl.loop(begin, end)(fetch_block)
+
     @pl.when((tile_tokens > 0) & (warpgroup < COMPUTE_WARPGROUPS))
     def _compute_warpgroup():
-        plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+        plgpu.set_max_registers(compute_registers, action="increase")
         layout = plgpu.Layout.WGMMA
         own_start = warpgroup * s.warpgroup_tokens  # of this warpgroup's tokens, counted in the tile
         own_tokens = jnp.clip(tile_tokens - own_start, 0, s.warpgroup_tokens)
@@ -284,7 +350,7 @@ def _attend(
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(q_smem.at[warpgroup], out_ref.at[tile, kv_head, warpgroup])
         lse = jnp.where(is_live, peak + jnp.log2(denominator), -jnp.inf)
-        mosaic_gpu.store_to_gmem(lse_ref.at[tile, kv_head, warpgroup], lse)
+        mosaic_gpu.store(lse_ref.at[tile, kv_head, warpgroup], lse)
         plgpu.wait_smem_to_gmem(0)
 
 
@@ -309,6 +375,7 @@ def assign_tiles(
 def attend(
     q: jax.Array,  # [T, K, group, H]
     kv_pages: jax.Array,
+    kv_scales: jax.Array | None,
     page_table: jax.Array,
     kv_lens: jax.Array,
     cu_q_lens: jax.Array,
@@ -336,7 +403,15 @@ def attend(
     tile_q = q[jnp.clip(tile_token, 0, num_tokens - 1)].transpose(0, 3, 1, 2, 4, 5)
     tile_q = tile_q.reshape(*tile_q.shape[:3], live_rows, s.head_dim)
     tile_q = jnp.pad(tile_q, ((0, 0), (0, 0), (0, 0), (0, spare_rows), (0, 0)))
-    parts = s.block_kv // s.fetch_kv
+    parts = s.block_kv // s.fetch_kv  # copies of a block
+    scales = () if kv_scales is None else (kv_scales,)
+    arrivals = parts if kv_scales is None else 1
+    fetch_scratch = [plgpu.Barrier(num_arrivals=parts)]
+    if kv_scales is not None:
+        fetch_scratch = [
+            plgpu.SMEM((RAW_STAGES, s.block_kv, 2 * s.head_dim), kv_pages.dtype),
+            plgpu.Barrier(num_arrivals=parts, num_barriers=RAW_STAGES),
+        ]
     by_tile = (s.num_tiles, s.num_kv_heads, COMPUTE_WARPGROUPS, WGMMA_ROWS)
     out, lse = mosaic_gpu.kernel(
         functools.partial(
@@ -356,15 +431,15 @@ def attend(
             plgpu.SMEM((s.num_stages, s.block_kv, s.head_dim), dtype, transforms=transforms),
             plgpu.SMEM((s.num_stages, s.block_kv, s.head_dim), dtype, transforms=transforms),
             plgpu.Barrier(num_barriers=COMPUTE_WARPGROUPS),
-            plgpu.Barrier(num_arrivals=parts, num_barriers=s.num_stages),
-            plgpu.Barrier(num_arrivals=parts, num_barriers=s.num_stages),
+            plgpu.Barrier(num_arrivals=arrivals, num_barriers=s.num_stages),
+            plgpu.Barrier(num_arrivals=arrivals, num_barriers=s.num_stages),
             plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS, num_barriers=s.num_stages),
             plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS, num_barriers=s.num_stages),
-            plgpu.Barrier(num_arrivals=parts),
+            *fetch_scratch,
         ],
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="ragged_paged_attention_prefill",
-    )(tile_q, kv_pages, page_table, kv_lens, cu_q_lens, tile_rows, tile_starts, tile_sinks)
+    )(tile_q, kv_pages, page_table, kv_lens, cu_q_lens, tile_rows, tile_starts, tile_sinks, *scales)
 
     # Token t of row b, the i-th there, lies in tile first_tiles[b] + i // tile_tokens.
     token = jnp.arange(num_tokens)

@@ -1,8 +1,10 @@
 """Ragged paged attention on GPU, by the simulator: values, races, uninitialised memory as NaN.
 
 What this leaves unproven: the simulator has neither mma nor a product that accumulates in place (pl.run_state), so
-both are replaced by jnp.dot here, and it does not check that a WGMMA was awaited. That the instructions exist and
-that the programs fit the chip is the compiler's part: scripts/aot_kernels_gpu.py. Speed is proven by neither.
+both are replaced by jnp.dot here, and it does not check that a WGMMA was awaited. It has no cp.async either: for
+compute capability 8.x the copies are replaced by assignments, so that they are awaited in time is not seen here. That
+the instructions exist and that the programs fit the chip is the compiler's part: scripts/aot_kernels_gpu.py. Speed is
+proven by neither.
 The cases' float32 arrays become bfloat16, which is what the GPU kernels take.
 """
 
@@ -11,9 +13,11 @@ import dataclasses
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
+from pallas_kernels import mosaic_gpu
 from pallas_kernels.ragged_paged_attention import gpu, gpu_prefill, reference
 from pallas_kernels.ragged_paged_attention.cases import CASES, CASES_BY_NAME, Case, make_inputs
 
@@ -37,7 +41,21 @@ TINY_CASES = (
     Case("drafts_with_options", **TINY, q_lens=(1, 5, 3), kv_lens=(40, 47, 3), **OPTIONS),
     Case("prefill", **TINY, q_lens=(1, 40, 70), kv_lens=(9, 150, 70), pad_tokens=3, pad_rows=1),
 )
-MODEL_CASES = [case for case in CASES if case.kv_dtype in ("float32", "bfloat16")]
+# Two kv heads, pages of several blocks and blocks of several pages, a split row, an empty one, every option.
+QUANTIZED_DECODE = Case(
+    "quantized_decode",
+    **TINY | {"num_q_heads": 4, "num_kv_heads": 2, "page_size": 32},
+    q_lens=(1, 1, 1),
+    kv_lens=(65, 0, 300),
+    pad_rows=1,
+    kv_dtype="int8",
+    **OPTIONS,
+)
+MODEL_CASES = [
+    case
+    for case in CASES
+    if case.kv_dtype != "int4" and (case.kv_dtype in ("float32", "bfloat16") or case.page_size >= 32)
+]
 
 
 @pytest.fixture(autouse=True)
@@ -48,34 +66,79 @@ def products_by_dot(monkeypatch):
     monkeypatch.setattr(plgpu, "mma", add_dot)
     monkeypatch.setattr(gpu_prefill, "add_product", lambda out, weights, ref: add_dot(out, weights, ref[...]))
 
+    def assign(source, target):
+        target[...] = source[...]
+
+    monkeypatch.setattr(mosaic_gpu, "copy_by_cp_async", assign)
+    monkeypatch.setattr(plgpu, "wait_gmem_to_smem", lambda n: None)
+
 
 def in_bfloat16(case: Case) -> Case:
-    return dataclasses.replace(case, dtype="bfloat16", kv_dtype="bfloat16")
+    kv_dtype = "bfloat16" if case.kv_dtype == "float32" else case.kv_dtype
+    return dataclasses.replace(case, dtype="bfloat16", kv_dtype=kv_dtype)
 
 
-def simulate(inputs):
+def simulate(inputs, compute_capability=(9, 0)):
     arrays = {name: x for name, x in inputs.items() if name not in STATIC}
-    static = {name: inputs[name] for name in STATIC}
+    static = {name: inputs[name] for name in STATIC} | {"compute_capability": compute_capability}
     run = jax.jit(lambda arrays: gpu.ragged_paged_attention(**arrays, **static, return_lse=True))
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
         return [np.asarray(x, np.float32) for x in run(arrays)]
 
 
-def check(case: Case, max_pages_per_row: int | None = None):
+def check(case: Case, max_pages_per_row: int | None = None, compute_capability: tuple[int, int] = (9, 0)):
     inputs = make_inputs(in_bfloat16(case), seed=0, max_pages_per_row=max_pages_per_row)
-    out, lse = simulate(inputs)
+    out, lse = simulate(inputs, compute_capability)
     want, want_lse = (
         np.asarray(x, np.float32) for x in reference.ragged_paged_attention(**inputs, return_lse=True)
     )
-    # Weights (that sum to 1) and the output are each rounded to bfloat16: 2^-9 of the largest |V| twice.
-    largest = np.nanmax(np.abs(np.asarray(inputs["kv_pages"], np.float32)))
-    np.testing.assert_allclose(out, want, rtol=0, atol=2.0**-8 * largest)
-    # Scores are float32 sums of H exact products, of which |score| is at most some 8: H 2^-24 x 8.
-    np.testing.assert_allclose(lse, want_lse, rtol=0, atol=inputs["q"].shape[-1] * 2.0**-21)
+    pages = np.asarray(inputs["kv_pages"], np.float32)
+    if inputs["kv_scales"] is not None:
+        head_dim = inputs["q"].shape[-1]
+        pages = np.where(np.isnan(pages), 0, pages) * np.repeat(
+            np.asarray(inputs["kv_scales"]).swapaxes(2, 3), head_dim, axis=3
+        )
+    largest = np.nanmax(np.abs(pages))
+    # Weights (that sum to 1) and the output are each rounded to bfloat16: 2^-9 of the largest |V| twice. The prefill
+    # kernel also rounds K and V of 8-bit pages once they are scaled: |V| by 2^-9, and a score by the sum of H products
+    # of N(0, 1) queries with errors of up to 2^-9 |K|, uniform, which 5 sigma bound; the score's error is the lse's.
+    lse_error = (
+        inputs["q"].shape[-1] * 2.0**-21
+    )  # H exact products in float32, |score| at most 8: H 2^-24 x 8
+    out_error = 2.0**-8 * largest
+    if inputs["kv_scales"] is not None and inputs["max_q_len"] > gpu.MAX_DECODE_Q_LEN:
+        lse_error += 5 * 2.0**-9 / np.sqrt(3) * largest
+        out_error += (2.0**-9 + lse_error) * largest
+    np.testing.assert_allclose(out, want, rtol=0, atol=out_error)
+    np.testing.assert_allclose(lse, want_lse, rtol=0, atol=lse_error)
 
 
 def test_mixed_batch_with_every_option_equals_the_reference():
     check(MIXED)
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "float8_e4m3fn"])
+def test_8_bit_pages_decode_with_every_option_equals_the_reference(kv_dtype: str):
+    check(dataclasses.replace(QUANTIZED_DECODE, kv_dtype=kv_dtype))
+
+
+def test_decode_by_cp_async_equals_the_reference():
+    case = dataclasses.replace(QUANTIZED_DECODE, kv_dtype="bfloat16", page_size=16)
+    check(case, compute_capability=(8, 0))
+
+
+def test_8_bit_numbers_are_widened_exactly():
+    """Every code of both formats, in both dtypes, against ml_dtypes. XLA on a CPU flushes subnormal numbers, so
+    float8 is looked at before its product with the unit, a power of two."""
+    codes = np.arange(256, dtype=np.uint8)
+    for dtype in (ml_dtypes.bfloat16, np.float16):
+        integers = codes.view(np.int8)
+        got = mosaic_gpu.widen(jnp.asarray(integers), jnp.dtype(dtype))
+        np.testing.assert_array_equal(np.asarray(got, np.float32), integers.astype(np.float32))
+        floats = codes[(codes & 0x7F) != 0x7F].view(ml_dtypes.float8_e4m3fn)  # all but the two NaN
+        bits = np.asarray(mosaic_gpu.float8_bits(jnp.asarray(floats), jnp.dtype(dtype)))
+        got = bits.view(dtype).astype(np.float64) * float(mosaic_gpu.float8_unit(jnp.dtype(dtype)))
+        np.testing.assert_array_equal(got, floats.astype(np.float64))
 
 
 @pytest.mark.slow
@@ -91,6 +154,22 @@ def test_equals_the_reference_at_the_heads_of_real_models(case: Case):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "case",
+    [case for case in MODEL_CASES if (case.max_q_len or max(case.q_lens)) <= gpu.MAX_DECODE_Q_LEN],
+    ids=lambda case: case.name,
+)
+def test_decode_by_cp_async_equals_the_reference_at_the_heads_of_real_models(case: Case):
+    check(case, max_pages_per_row=4, compute_capability=(8, 0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_dtype", ["int8", "float8_e4m3fn"])
+def test_8_bit_pages_prefill_with_every_option_equals_the_reference(kv_dtype: str):
+    check(dataclasses.replace(MIXED, kv_dtype=kv_dtype))
+
+
+@pytest.mark.slow
 def test_same_call_twice_gives_the_same_bits():
     first, second = (simulate(make_inputs(in_bfloat16(MIXED), seed=0)) for _ in range(2))
     np.testing.assert_array_equal(first[0], second[0])
@@ -101,9 +180,13 @@ def test_same_call_twice_gives_the_same_bits():
     ("case", "capability", "message"),
     [
         (CASES_BY_NAME["smollm2_decode"], (9, 0), r"kv_pages float32.*xla"),
-        (CASES_BY_NAME["decode_int8"], (9, 0), r"kv_pages int8.*xla"),
-        (in_bfloat16(CASES_BY_NAME["smollm2_decode"]), (8, 0), r"\(8, 0\) has no TMA.*xla"),
-        (in_bfloat16(CASES_BY_NAME["smollm2_mixed"]), (10, 0), r"max_q_len 33.*WGMMA.*\(10, 0\).*xla"),
+        (CASES_BY_NAME["decode_int4"], (9, 0), r"kv_pages int4.*xla"),
+        (CASES_BY_NAME["decode_int8"], (9, 0), r"q float32.*xla"),
+        (in_bfloat16(CASES_BY_NAME["decode_int8"]), (9, 0), r"page_size 16.*int8.*xla"),
+        (in_bfloat16(CASES_BY_NAME["smollm2_decode"]), (7, 5), r"7\.5 is none of 8\.0.*xla"),
+        (in_bfloat16(CASES_BY_NAME["smollm2_mixed"]), (10, 0), r"max_q_len 33.*WGMMA.*10\.0.*gpu_xla"),
+        (in_bfloat16(CASES_BY_NAME["smollm2_mixed"]), (8, 0), r"max_q_len 33.*WGMMA.*8\.0.*gpu_xla"),
+        (in_bfloat16(Case("x", 2, 1, 64, 8, (1,), (1,))), (8, 0), r"page_size 8.*cp\.async.*xla"),
         (in_bfloat16(Case("x", 2, 1, 72, 16, (1,), (1,))), (9, 0), r"head_dim 72.*xla"),
         (in_bfloat16(Case("x", 2, 1, 64, 24, (1,), (1,))), (9, 0), r"page_size 24.*xla"),
         (in_bfloat16(Case("x", 65, 1, 64, 16, (1,), (1,))), (9, 0), r"65 query heads.*xla"),

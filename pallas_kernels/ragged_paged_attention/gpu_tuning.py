@@ -1,0 +1,53 @@
+"""Block sizes of the GPU kernels by compute capability: rules from published limits, none from a measurement.
+
+Nothing here has run on a GPU yet. A device whose measurements disagree gets its own row.
+"""
+
+from typing import NamedTuple
+
+KIB = 1024
+
+
+class DecodeLimits(NamedTuple):
+    """What the decode schedule needs to know of one compute capability."""
+
+    stage_bytes: int  # of K|V buffers in one block: with q, weights and out, two blocks share an SM
+    target_blocks: int  # two on each SM: a grid with fewer is cut into splits
+
+
+# Shared memory of an SM is 228 KiB on 9.0 and 10.x, 164 KiB on 8.0 and 8.7, 100 KiB on 8.6, 8.9 and 12.x; SMs are those
+# of the largest chip of each (H100 132, B200 148, A100 108, L40S 142, RTX 5090 170).
+DECODE_LIMITS = {
+    (8, 0): DecodeLimits(64 * KIB, 216),
+    (8, 6): DecodeLimits(32 * KIB, 168),
+    (8, 7): DecodeLimits(64 * KIB, 32),
+    (8, 9): DecodeLimits(32 * KIB, 284),
+    (9, 0): DecodeLimits(72 * KIB, 264),
+    (10, 0): DecodeLimits(72 * KIB, 296),
+    (10, 3): DecodeLimits(72 * KIB, 320),
+    (12, 0): DecodeLimits(32 * KIB, 340),
+    (12, 1): DecodeLimits(32 * KIB, 96),
+}
+MAX_BLOCK_KV, MIN_BLOCK_KV = (
+    64,
+    32,
+)  # kv tokens of one step; 32 columns are the least that four warps can share
+MAX_STAGES = 4
+
+
+def decode_blocks(
+    head_dim: int, page_size: int, kv_itemsize: int, compute_capability: tuple[int, int]
+) -> tuple[int, int]:
+    """(block_kv, num_stages): two stages at least, in stage_bytes where MIN_BLOCK_KV allows it."""
+    token_bytes, wide_bytes = 2 * head_dim * kv_itemsize, 2 * head_dim * 2
+    stage_bytes = DECODE_LIMITS[compute_capability].stage_bytes
+    # A block of 64 K|V rows of head_dim 256 in registers would spill.
+    block_kv = MAX_BLOCK_KV if head_dim <= 128 else MIN_BLOCK_KV
+    if 2 * block_kv * token_bytes > stage_bytes:
+        block_kv = MIN_BLOCK_KV
+    if (
+        kv_itemsize == 1
+    ):  # a block's scales are read as one run of one page, and its elements are widened apart
+        block_kv = min(block_kv, page_size)
+        stage_bytes -= block_kv * wide_bytes
+    return block_kv, min(max(stage_bytes // (block_kv * token_bytes), 2), MAX_STAGES)
