@@ -27,7 +27,13 @@ def append_and_attend(
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """One layer's attention: ([T, N, H], pages, scales). `group` picks the page table of the KV group."""
     pages, scales = kv_append(
-        k, v, pages, scales, batch.slot_mappings[group], implementation=spec.implementation
+        k,
+        v,
+        pages,
+        scales,
+        batch.slot_mappings[group],
+        implementation=spec.implementation,
+        compute_capability=spec.compute_capability,
     )
     out: Any = ragged_paged_attention(
         q,
@@ -44,5 +50,6 @@ def append_and_attend(
         sink_logits=sink_logits,
         # A batch in tiles is one whose results do not depend on each other: LLM has checked that spec says xla.
         implementation=spec.implementation if batch.tile is None else "xla_invariant",
+        compute_capability=spec.compute_capability,
     )
     return out.astype(q.dtype), pages, scales

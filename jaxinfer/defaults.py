@@ -2,11 +2,13 @@
 
 import math
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from jaxinfer.tiles import TILE
+from pallas_kernels.ragged_paged_attention.gpu_tuning import DECODE_LIMITS
 
 # platform of a jax device -> dtype of weights and activations
 DTYPES = {"cpu": "float32", "gpu": "bfloat16", "tpu": "bfloat16"}
@@ -46,12 +48,21 @@ def implementation(name: str, device: Device, dtype: str, head_dim: int) -> Choi
         if dtype == "float16":
             return Choice("xla", "the TPU kernels do not take float16")
         return Choice("tpu", "the device is a TPU")
-    capability = str(getattr(device, "compute_capability", "unknown"))
-    if capability != "9.0":
-        return Choice("xla", f"the GPU kernels are written for compute capability 9.0, not {capability}")
-    if dtype == "float32" or head_dim % 16:
+    capability = compute_capability(device)
+    said = "{}.{}".format(*capability)
+    if capability not in DECODE_LIMITS:
+        return Choice("xla", f"the GPU kernels are not written for compute capability {said}")
+    if dtype == "float32" or head_dim % 16 or not 32 <= head_dim <= 256:
         return Choice("xla", f"the GPU kernels do not take {dtype} with head_dim={head_dim}")
+    if capability != (9, 0):
+        return Choice("gpu_xla", f"decode has a kernel for compute capability {said}, prefill for 9.0 only")
     return Choice("gpu", "the device is a GPU of compute capability 9.0")
+
+
+def compute_capability(device: Device) -> tuple[int, int]:
+    """(major, minor) of an NVIDIA GPU; (0, 0) of everything else, where nothing looks at it."""
+    found = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", "")))
+    return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
 def dtype(name: str, device: Device) -> str:

@@ -26,7 +26,8 @@ TPU_LANES = 128  # of a vector register
 class KVCacheSpec:
     """Everything static about a cache.
 
-    dtype: of the pages. implementation: which kernels write and read them (reference | xla | tpu | gpu).
+    dtype: of the pages. implementation: which kernels write and read them (reference | xla | tpu | gpu | gpu_xla).
+    compute_capability: of the GPU that the programs are compiled for; only its kernels look at it.
     num_pages counts the null page.
     """
 
@@ -37,6 +38,7 @@ class KVCacheSpec:
     num_pages: int
     dtype: str = "float32"
     implementation: str = "xla"
+    compute_capability: tuple[int, int] = (0, 0)
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_kv_heads", "head_dim", "page_size"):

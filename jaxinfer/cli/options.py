@@ -139,7 +139,7 @@ ENGINE = [
     _engine("page_size", int, "auto", "Tokens per page.", min=1),
     _engine("enable_prefix_caching", bool, True, "Whether equal beginnings share pages."),
     _engine(
-        "implementation", Literal["auto", "reference", "xla", "tpu", "gpu"], "auto", "The kernels on pages."
+        "implementation", Literal["auto", "reference", "xla", "tpu", "gpu", "gpu_xla"], "auto", "The kernels on pages."
     ),
     _engine("matmul_precision", Literal["default", "high", "highest"], None, "Of products in float32."),
     _engine("decode_steps", int, DECODE_STEPS, "Tokens drawn before the host looks.", min=1),

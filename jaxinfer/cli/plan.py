@@ -236,6 +236,7 @@ def _compiled_temporaries(model: str, plan: Any) -> int:
         plan.memory.num_pages,
         plan.setting.kv_dtype,
         defaults.implementation("auto", device, config.dtype, config.head_dim).value,
+        defaults.compute_capability(device),
     )
     tokens = max(load.max_num_batched_tokens, load.batch)
     return temporaries.compiled(

@@ -72,6 +72,7 @@ def cache_spec(
         num_pages=2,
         dtype=config.dtype,
         implementation=chosen.value,
+        compute_capability=defaults.compute_capability(device),
     )
     return spec, chosen
 

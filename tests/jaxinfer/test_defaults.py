@@ -21,8 +21,11 @@ def device(platform, **facts):
         (device("gpu", compute_capability="9.0"), "bfloat16", 128, "gpu"),
         (device("gpu", compute_capability="9.0"), "float32", 128, "xla"),
         (device("gpu", compute_capability="9.0"), "bfloat16", 24, "xla"),
-        (device("gpu", compute_capability="8.0"), "bfloat16", 128, "xla"),
-        (device("gpu", compute_capability="10.0"), "bfloat16", 128, "xla"),
+        (device("gpu", compute_capability="8.0"), "bfloat16", 128, "gpu_xla"),
+        (device("gpu", compute_capability="10.0"), "bfloat16", 128, "gpu_xla"),
+        (device("gpu", compute_capability="12.0"), "float32", 128, "xla"),
+        (device("gpu", compute_capability="7.5"), "bfloat16", 128, "xla"),
+        (device("gpu", compute_capability="gfx942"), "bfloat16", 128, "xla"),
     ],
 )
 def test_auto_picks_what_can_run_and_says_why(chip, dtype, head_dim, expected):
