@@ -206,8 +206,8 @@ OPTIONS = {
     "max_num_batched_tokens": 32,
     "max_model_len": 128,
     "num_pages": 20,
-    "background_compile": False,
 }
+AT_ONCE = {"background_compile": False}  # compile only what is asked for
 
 
 @pytest.fixture(scope="module")
@@ -218,7 +218,7 @@ def tiny(tmp_path_factory):
 def test_programs_and_arguments_are_those_of_the_engine(tiny):
     cpu = build.AbsentDevice("cpu", "cpu", 8 * GIB)
     found = build.build(tiny, OPTIONS, cpu)
-    with LLM(tiny, **OPTIONS) as llm:
+    with LLM(tiny, **OPTIONS, **AT_ONCE) as llm:
         engine = llm.engine
         assert list(found.programs().values()) == engine.config.buckets.programs()
         assert found.spec == engine.spec and found.matmul_precision == engine.config.matmul_precision
@@ -297,7 +297,7 @@ def test_an_engine_starts_from_saved_programs_without_compiling(tiny, saved):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    with LLM(tiny, **saved_programs.options(folder)) as llm:
+    with LLM(tiny, **saved_programs.options(folder), **AT_ONCE) as llm:
         from jaxinfer import SamplingParams
 
         params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -317,7 +317,7 @@ def test_saved_programs_of_other_settings_are_refused(tiny, saved):
     folder, _ = saved
     options = saved_programs.options(folder) | {"num_pages": 30}
     with (
-        LLM(tiny, **options, programs=folder) as llm,
+        LLM(tiny, **options, **AT_ONCE, programs=folder) as llm,
         pytest.raises(ValueError, match=r"other settings; they were .*num_pages=20"),
     ):
         llm.warmup(use_tqdm=False)
@@ -340,7 +340,7 @@ def test_a_damaged_executable_is_refused(tiny, saved, tmp_path):
     for path in folder.iterdir():
         data = path.read_bytes()
         (tmp_path / path.name).write_bytes(data if path.suffix == ".json" else data[:-1])
-    with LLM(tiny, **saved_programs.options(folder), programs=tmp_path) as llm:  # noqa: SIM117
+    with LLM(tiny, **saved_programs.options(folder), **AT_ONCE, programs=tmp_path) as llm:  # noqa: SIM117
         with pytest.raises(ValueError, match="is damaged"):
             llm.warmup(use_tqdm=False)
 
