@@ -66,15 +66,16 @@ def main() -> None:
 
     fields = {"temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k}
     page_size = args.page_size if args.page_size == "auto" else int(args.page_size)
-    llm = LLM(
-        args.model,
+    options: dict[str, Any] = dict(
         dtype=args.dtype,
         max_model_len=1024,
         max_num_seqs=64 if args.workload == "ragged-64" else 1,
         max_num_batched_tokens=args.max_num_batched_tokens,
         page_size=page_size,
         enable_prefix_caching=False,
+        background_compile=False,
     )
+    llm = LLM(args.model, batch_invariant=args.batch_invariant, **options)
     work = workload(args.workload, args.seed, llm)
     drive(llm, [replace(work[0], prompt=work[0].prompt[:32], output_len=1)], fields)
     start_s = time.perf_counter() - begin
@@ -93,7 +94,17 @@ def main() -> None:
     drive(llm, shadow, fields)
     llm.warmup(use_tqdm=False)
 
-    best = min((run(llm, work, fields) for _ in range(args.repeat)), key=lambda result: result.seconds)
+    plain = LLM(args.model, **options) if args.batch_invariant else None
+    if plain is not None:
+        drive(plain, shadow, fields)
+        plain.warmup(use_tqdm=False)
+
+    runs, plain_seconds = [], []
+    for _ in range(args.repeat):
+        runs.append(run(llm, work, fields))
+        if plain is not None:  # in turn, so that both see the same machine
+            plain_seconds.append(run(plain, work, fields).seconds)
+    best = min(runs, key=lambda result: result.seconds)
     seconds, outputs = best.seconds, best.outputs
     for offer, output in zip(work, outputs, strict=True):
         assert len(output.outputs[0].token_ids) == offer.output_len, output
@@ -123,6 +134,9 @@ def main() -> None:
         "seed": args.seed,
         "temperature": args.temperature,
     }
+    if plain is not None:
+        result["plain_seconds"] = round(min(plain_seconds), 3)
+        result["cost_of_batch_invariance"] = round(seconds / min(plain_seconds) - 1, 3)
     for name, value in result.items():
         print(f"  {name:<18} {value}")
     print(json.dumps(result))
