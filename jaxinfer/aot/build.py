@@ -108,7 +108,7 @@ def build(model: str, options: Mapping[str, Any], device: AbsentDevice) -> Build
     unknown = sorted(set(options) - set(DEFAULTS))
     if unknown:
         raise TypeError(f"{unknown[0]} is no option of compile; there are {', '.join(DEFAULTS)}")
-    o = DEFAULTS | options
+    o = {**DEFAULTS, **options}
     hf = read_config(model)
     module = models.for_config(hf)
     config = module.Config.from_hf(hf, dtype=defaults.dtype(o["dtype"], device))

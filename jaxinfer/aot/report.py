@@ -125,6 +125,8 @@ def _cost(row: Mapping[str, Any]) -> str:
     if cycles := row.get("cycles"):
         kernels = f" + {cycles['kernel_flops'] / 1e9:.2f} GFLOP, {size(cycles['kernel_bytes'])}"
         return f"{cycles['estimated']:,}{kernels if cycles['kernel_bytes'] else ''}"
-    if kernels := row.get("gpu_kernels"):
-        return f"{_most(kernels, 'registers')} registers, {_most(kernels, 'spill_bytes')} bytes spilled"
+    if gpu_kernels := row.get("gpu_kernels"):
+        return (
+            f"{_most(gpu_kernels, 'registers')} registers, {_most(gpu_kernels, 'spill_bytes')} bytes spilled"
+        )
     return row.get("why", "")[:80]

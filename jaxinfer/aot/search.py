@@ -69,7 +69,7 @@ def largest_setting(
       options: that do not fit.
       worst: bytes that they are over the memory.
     """
-    resolved = describe(options)
+    resolved, options = describe(options), dict(options)
     settings = dict(resolved["options"])
     unit = resolved["bytes_per_page"]
 
