@@ -73,6 +73,8 @@ MODEL_CASES = tuple(
 )
 AWKWARD_CASES = (
     Case("f32", 5, 192, 256, dtype="float32"),
+    Case("f32_33_rows", 33, 192, 256, dtype="float32"),
+    Case("f32_many_rows", 70, 192, 256, dtype="float32"),
     Case("f32_w8a8", 5, 192, 256, dtype="float32", w8a8="int8"),
     Case("f32_int4_group32", 9, 128, 256, "int4", 32, True, dtype="float32"),
     Case("int4_per_channel", 3, 128, 256, "int4"),
@@ -82,6 +84,7 @@ AWKWARD_CASES = (
     Case("q8_0", 6, 192, 256, "int8", 32),
     Case("into_f32", 2, 128, 256, out_dtype="float32"),
     Case("w8a8_without_int8_products", 7, 192, 256, w8a8="bfloat16"),
+    Case("w8a8_one_row", 1, 192, 256, w8a8="int8"),
     Case("w8a8_many_rows", 70, 192, 384, w8a8="int8"),
     Case("ragged_out_dim", 4, 200, 256),
 )

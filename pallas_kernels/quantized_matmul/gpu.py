@@ -211,6 +211,7 @@ def _kernel(s: Schedule, x_ref, weight_ref, *refs):
                     groups = slice(start // s.group, (start + CHUNK) // s.group)
                     weights = _widen(s, weights, [columns[groups] for columns in scales])
                 sums = add_product(sums, weights, x_smem.at[stage, :, inputs].T)
+            plgpu.commit_smem()  # all warps have read the buffer that the copy engine writes next
             plgpu.barrier_arrive(consumed.at[stage])
             return sums
 

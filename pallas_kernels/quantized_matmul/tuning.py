@@ -12,9 +12,9 @@ from jax.experimental import pallas as pl
 from pallas_kernels.quantized_matmul import gpu_schedule, tpu_schedule
 from pallas_kernels.quantized_matmul.tpu_schedule import LANES
 
-# Chips whose matrix unit has no int8 products, by jax's device_kind: TPU v7x (Ironwood) has bfloat16 and fp8 alone.
-# The TPU compiler rejects an int8 product for it (scripts/aot_kernels.py).
-WITHOUT_INT8_PRODUCTS = ("TPU7x", "TPU v7x", "TPU v4", "TPU v4 lite")
+# Chips whose matrix unit has no int8 products, by jax's device_kind: Ironwood's has bfloat16 and float8. Its compiler
+# takes an int8 product all the same and has to emulate it.
+WITHOUT_INT8_PRODUCTS = ("TPU7x", "TPU v7x")
 # Depth of the matrix unit in inputs, where it is not LANES.
 MATRIX_DEPTH = {"TPU v6 lite": 256, "TPU7x": 256, "TPU v7x": 256}
 
