@@ -18,7 +18,7 @@ class TokenLogprobs(NamedTuple):
     top_logprobs: np.ndarray  # f32[T, k]
 
 
-class LogprobArrays(Sequence[dict[int, Logprob] | None]):
+class LogprobArrays(Sequence[Any]):
     """The logprobs of a sequence, in arrays that grow piece by piece.
 
     As a sequence it holds one dict per token, as where no arrays are asked for; None for the first `start` tokens,

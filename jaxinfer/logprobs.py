@@ -42,8 +42,9 @@ def begin(seq: Sequence) -> None:
     if arrays is not None and arrays.output is not None:
         seq.logprobs = LogprobArrays(0, arrays.output)
     if seq.scores_prompt:
-        as_arrays = arrays is not None and arrays.prompt is not None
-        seq.prompt_logprobs = LogprobArrays(start, arrays.prompt) if as_arrays else [None] * start
+        seq.prompt_logprobs = [None] * start
+        if arrays is not None and arrays.prompt is not None:
+            seq.prompt_logprobs = LogprobArrays(start, arrays.prompt)
 
 
 def truncate(seq: Sequence, num_output_tokens: int) -> None:

@@ -89,7 +89,7 @@ class Worker:
         """The results of rows, in their order."""
         from jaxinfer.batch_runner.window import Window
 
-        window, results = Window(self._llm), {}
+        window, results = Window(self._llm), dict[int, dict[str, Any]]()
         left = list(enumerate(rows))[::-1]
         try:
             while left or len(window):

@@ -41,12 +41,12 @@ def folder_of(output: Path) -> Path:
 
 def widths(dump: TopK, params: SamplingParams, vocab_size: int) -> TopK:
     """Alternatives of a line: those of the dump, or its own for its answer where these are more."""
-    own = params.prompt_logprobs, (params.logprobs or 0) if params.wants_logprobs else None
-    return TopK(*(_more(wanted, k, vocab_size) for wanted, k in zip(dump, own, strict=True)))
+    own = (params.logprobs or 0) if params.wants_logprobs else None
+    prompt = _more(dump.prompt, params.prompt_logprobs, vocab_size)
+    return TopK(prompt, _more(dump.output, own, vocab_size))
 
 
-def _more(*numbers: Any) -> int | None:
-    wanted, own, vocab_size = numbers
+def _more(wanted: int | None, own: int | None, vocab_size: int) -> int | None:
     given = [vocab_size if k == -1 else k for k in (wanted, own) if k is not None]
     return max(given, default=None)
 

@@ -26,7 +26,7 @@ class Results:
                 set_aside(job.output, first_left)
             self._output = stack.enter_context(Journal(job.output))
             self._errors = None if job.errors is None else stack.enter_context(Journal(job.errors))
-            self._ordered = None
+            self._ordered: OrderedOutput | None = None
             if job.ordered:
                 self._ordered = OrderedOutput(self._output, early_path(job.output))
                 stack.callback(self._ordered.close)

@@ -179,8 +179,8 @@ def _survey(job: Job, index: Index) -> int:
 
 
 def _check_dump(job: Job, llm: "LLM") -> None:
-    most, vocab = max(job.dump or (), key=lambda k: k or 0, default=None), llm.config.vocab_size
-    if most is not None and most > vocab:
+    most, vocab = max((k or 0 for k in job.dump or ()), default=0), llm.config.vocab_size
+    if most > vocab:
         raise ValueError(f"a dump of {most} tokens at each place is over the vocabulary of {vocab}")
 
 
