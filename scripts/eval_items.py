@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 LETTERS = "ABCD"
 NUM_SHOTS = 4  # worked items of a preamble
-NUM_DRAWS = 3  # items that ask for the same fact beside other choices
+NUM_DRAWS = 2  # items that ask for the same fact beside other choices
 
 # subject -> (question, "thing answer, thing answer, ..."; an underscore is a space)
 FACTS = {

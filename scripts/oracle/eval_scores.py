@@ -69,7 +69,7 @@ def main(file: Path) -> None:
     scored = []
     for i, item in enumerate(items):
         scored.append(scorer.score(item, ("letters", "options") if i % OPTIONS_EVERY == 0 else ("letters",)))
-        if i % 50 == 0:
+        if i % 20 == 0:
             print(f"{i}/{len(items)}", flush=True)
     letters, options, checksums = (np.array(column) for column in zip(*scored))  # noqa: B905
     for name, values in (("letters", letters), ("options", options)):
