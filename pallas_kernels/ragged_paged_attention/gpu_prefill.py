@@ -29,6 +29,7 @@ COMPUTE_CAPABILITY = (9, 0)  # the only one with WGMMA
 LOG2_E = math.log2(math.e)
 WGMMA_ROWS = 64  # of the query tile of one warpgroup
 COMPUTE_WARPGROUPS = 2
+OUT_LANES = 128  # of head_dim in one product with V
 # Registers per thread of a compute and the fetch warpgroup, by bytes of an element of the pages. 2 x 128 x 232 +
 # 128 x 40 fill the 64 K registers of an SM; widening takes more than 40.
 REGISTERS = {2: (232, 40), 1: (216, 80)}
@@ -75,8 +76,8 @@ def make_schedule(
     block_kv = 128 if head_dim <= 128 else 64
     row_bytes = head_dim * 2
     smem_bytes = SMEM_BYTES - COMPUTE_WARPGROUPS * WGMMA_ROWS * row_bytes  # q, then out
-    if kv_itemsize == 1:  # room for the 8-bit buffers
-        block_kv //= 2
+    if kv_itemsize == 1:  # room for the 8-bit buffers; WGMMA takes no fewer than 64
+        block_kv = 64
         smem_bytes -= RAW_STAGES * block_kv * 2 * head_dim
     num_stages = smem_bytes // (2 * block_kv * row_bytes)
     tile_tokens = COMPUTE_WARPGROUPS * (WGMMA_ROWS // group)
@@ -286,7 +287,11 @@ def _attend(
 
         peak = plgpu.load(sinks_ref.at[kv_head], layout=layout.reduce(1), optimized=False)
         denominator = jnp.where(peak == -jnp.inf, 0.0, 1.0)
-        out = plgpu.layout_cast(jnp.zeros((WGMMA_ROWS, head_dim), jnp.float32), layout)
+        # In parts, since a product into all of a large head_dim at once spills.
+        out_lanes = [pl.ds(lane, min(OUT_LANES, head_dim - lane)) for lane in range(0, head_dim, OUT_LANES)]
+        out = tuple(
+            plgpu.layout_cast(jnp.zeros((WGMMA_ROWS, lanes.size), jnp.float32), layout) for lanes in out_lanes
+        )
 
         def skip(block, _):
             stage = lax.rem(block - begin, s.num_stages)
@@ -325,11 +330,15 @@ def _attend(
             weights = jnp.exp2(scores - lax.broadcast_in_dim(shift, scores.shape, [0]))
             decay = jnp.exp2(peak - shift)
             denominator = denominator * decay + weights.sum(axis=1)
-            out = out * lax.broadcast_in_dim(decay, out.shape, [0])
             weights = weights.astype(dtype)
 
             plgpu.barrier_wait(v_barriers.at[stage])
-            out = add_product(out, weights, v_smem.at[stage])
+            out = tuple(
+                add_product(
+                    part * lax.broadcast_in_dim(decay, part.shape, [0]), weights, v_smem.at[stage, :, lanes]
+                )
+                for part, lanes in zip(out, out_lanes, strict=True)
+            )
             plgpu.barrier_arrive(v_consumed.at[stage])
             return out, new_peak, denominator
 
@@ -346,7 +355,9 @@ def _attend(
 
         is_live = denominator > 0
         inverse = jnp.where(is_live, 1.0 / denominator, 0.0)
-        q_smem[warpgroup] = (out * lax.broadcast_in_dim(inverse, out.shape, [0])).astype(dtype)
+        for part, lanes in zip(out, out_lanes, strict=True):
+            part = part * lax.broadcast_in_dim(inverse, part.shape, [0])
+            q_smem[warpgroup, :, lanes] = part.astype(dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(q_smem.at[warpgroup], out_ref.at[tile, kv_head, warpgroup])
         lse = jnp.where(is_live, peak + jnp.log2(denominator), -jnp.inf)

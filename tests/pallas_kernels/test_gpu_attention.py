@@ -88,6 +88,10 @@ def simulate(inputs, compute_capability=(9, 0)):
 
 def check(case: Case, max_pages_per_row: int | None = None, compute_capability: tuple[int, int] = (9, 0)):
     inputs = make_inputs(in_bfloat16(case), seed=0, max_pages_per_row=max_pages_per_row)
+    if case.kv_dtype == "float8_e4m3fn":
+        # XLA flushes subnormal numbers on a CPU and would here, where a GPU does not: test_8_bit_numbers has them all.
+        pages = np.asarray(inputs["kv_pages"])
+        inputs["kv_pages"] = jnp.asarray(np.where(np.abs(pages) < 2.0**-6, np.zeros_like(pages), pages))
     out, lse = simulate(inputs, compute_capability)
     want, want_lse = (
         np.asarray(x, np.float32) for x in reference.ragged_paged_attention(**inputs, return_lse=True)
