@@ -1,18 +1,17 @@
 """Compiles the GPU kernels with the real CUDA compiler for a GPU that is not attached: a JSON line per case.
 
-    python scripts/aot_kernels_gpu.py --python VENV/bin/python --target TARGET.txtpb [--only SUBSTRING]
+    python scripts/aot_kernels_gpu.py --python VENV/bin/python --target h200 [--only SUBSTRING]
 
-VENV has the same jax as this one plus `jax[cuda13]` (the plugin, pjrt and the nvidia-* wheels); TARGET is a
-GpuTargetConfig in text form with the chip's published limits. Proves that each program is accepted and what it
-needs (bytes, registers, spills, shared memory); proves nothing about values or speed. Each case compiles in a
-child process of its own, since an installed plugin changes a plain start and a compiler that aborts must not
-end the others.
+VENV has the same jax as this one plus `jax[cuda13]` (the plugin, pjrt and the nvidia-* wheels); targets are in
+jaxinfer/aot/gpu_targets.py. Proves that each program is accepted and what it needs (bytes, registers, spills, shared
+memory); proves nothing about values or speed. Each case compiles in a child process of its own, since an installed
+plugin changes a plain start and a compiler that aborts must not end the others.
 """
 
 import argparse
+import dataclasses
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,11 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # VENV need not have this package
+
+from jaxinfer.aot.gpu_resources import kernel_resources  # noqa: E402
+from jaxinfer.aot.gpu_targets import LIMITS, TARGETS, config_text  # noqa: E402
+
 CASE_TIMEOUT = 180  # seconds
 
 
@@ -31,6 +35,8 @@ def cases(capability: tuple[int, int]) -> dict:
     import jax.numpy as jnp
 
     from pallas_kernels.kv_append import gpu as kv_append
+    from pallas_kernels.quantized_matmul import gpu as quantized_matmul
+    from pallas_kernels.quantized_matmul.cases import model_case
     from pallas_kernels.ragged_paged_attention import gpu as attention
 
     def append(heads, head_dim, page_size, kv_dtype, num_tokens=256, num_pages=4096):
@@ -78,7 +84,42 @@ def cases(capability: tuple[int, int]) -> dict:
         )
         return function, arrays, ()
 
+    def multiply(weight, form, num_tokens):
+        case, struct = model_case(weight, form, num_tokens), jax.ShapeDtypeStruct
+        groups = case.in_dim // case.group if case.group else 1
+        scale = struct((case.out_dim, groups), jnp.float32)
+        arrays = (
+            struct((num_tokens, case.in_dim), case.dtype),
+            struct((case.out_dim, case.in_dim), case.weight_dtype),
+            scale,
+            scale if case.has_offset else None,
+        )
+        function = functools.partial(
+            quantized_matmul.quantized_matmul,
+            w8a8=case.w8a8,
+            out_dtype=jnp.dtype(case.dtype),
+            compute_capability=capability,
+        )
+        return function, arrays, ()
+
+    matmuls = [
+        *(
+            ("llama3_8b_gate", form, rows)
+            for form in ("int8", "int4", "q4_1", "w8a8")
+            for rows in (1, 64, 512)
+        ),
+        *(("llama3_8b_k", form, 8) for form in ("int8", "q4_1")),
+        *(("llama3_8b_down", form, 7) for form in ("int8", "int4", "q4_1")),
+        ("llama3_8b_unembed", "int8", 64),
+        *(("smollm2_q", form, 7) for form in ("int8", "q4_1", "w8a8")),
+        ("qwen3_0.6b_q", "int4", 64),
+        ("gemma3_1b_down", "int4", 512),
+        ("gemma3_1b_unembed", "int8", 1),
+    ]
     return {
+        f"quantized_matmul {weight} {form} {rows}": functools.partial(multiply, weight, form, rows)
+        for weight, form, rows in matmuls
+    } | {
         "decode smollm2 page16": lambda: attend((9, 3), 64, 16, 64, 2048),
         "decode llama3_8b page16 batch 1": lambda: attend((32, 8), 128, 16, 1, 8192),
         "decode llama3_8b page16 batch 64": lambda: attend((32, 8), 128, 16, 64, 8192),
@@ -88,6 +129,17 @@ def cases(capability: tuple[int, int]) -> dict:
         "decode gemma3 page16 window": lambda: attend((4, 1), 256, 16, 64, 8192, sliding_window=512),
         "decode phi2 h80 page16": lambda: attend((32, 32), 80, 16, 64, 2048),
         "decode phi3 h96 page16": lambda: attend((32, 32), 96, 16, 64, 4096),
+        "decode llama3_8b page64": lambda: attend((32, 8), 128, 64, 64, 8192),
+        "decode llama3_8b int8 page64": lambda: attend((32, 8), 128, 64, 64, 8192, "int8"),
+        "decode llama3_8b fp8 page64": lambda: attend((32, 8), 128, 64, 64, 8192, "float8_e4m3fn"),
+        "decode smollm2 int8 page32": lambda: attend((9, 3), 64, 32, 64, 2048, "int8"),
+        "decode llama3_70b_shard fp8 page128": lambda: attend((8, 1), 128, 128, 64, 8192, "float8_e4m3fn"),
+        "decode gemma3 int8 page64 window": lambda: attend(
+            (4, 1), 256, 64, 64, 8192, "int8", sliding_window=512
+        ),
+        "drafts llama3_8b int8 page64 q16": lambda: attend(
+            (32, 8), 128, 64, 16, 8192, "int8", num_tokens=256, max_q_len=16
+        ),
         "decode llama3_8b page256 soft_cap lse": lambda: attend(
             (32, 8), 128, 256, 16, 8192, soft_cap=30.0, return_lse=True
         ),
@@ -113,6 +165,18 @@ def cases(capability: tuple[int, int]) -> dict:
         "prefill gemma3 page16 window": lambda: attend(
             (4, 1), 256, 16, 16, 8192, num_tokens=2048, max_q_len=2048, sliding_window=512
         ),
+        "prefill llama3_8b int8 page64": lambda: attend(
+            (32, 8), 128, 64, 16, 8192, "int8", num_tokens=2048, max_q_len=2048
+        ),
+        "prefill llama3_8b fp8 page128": lambda: attend(
+            (32, 8), 128, 128, 16, 8192, "float8_e4m3fn", num_tokens=2048, max_q_len=2048
+        ),
+        "prefill smollm2 int8 page64": lambda: attend(
+            (9, 3), 64, 64, 16, 2048, "int8", num_tokens=512, max_q_len=512
+        ),
+        "prefill gemma3 int8 page64 window": lambda: attend(
+            (4, 1), 256, 64, 16, 8192, "int8", num_tokens=2048, max_q_len=2048, sliding_window=512
+        ),
         "prefill phi2 h80 page16": lambda: attend((32, 32), 80, 16, 16, 2048, num_tokens=512, max_q_len=512),
         "prefill phi3 h96 page16": lambda: attend((32, 32), 96, 16, 16, 2048, num_tokens=512, max_q_len=512),
         "kv_append smollm2 bf16 page16": lambda: append(3, 64, 16, "bfloat16"),
@@ -135,16 +199,30 @@ def compile_case(name: str, target: str) -> dict:
     from jax.experimental import topologies
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+    capability = TARGETS[target].compute_capability
     topology = topologies.get_topology_desc(
-        platform="cuda", topology_name="1x1x1", topology="1x1x1", target_config=target
+        platform="cuda",
+        topology_name="1x1x1",
+        topology="1x1x1",
+        target_config=config_text(TARGETS[target]),
     )
     mesh = Mesh(np.array(topology.devices)[:1], "x")
     sharding = NamedSharding(mesh, PartitionSpec())
+
+    @dataclasses.dataclass(frozen=True)
+    class Device(jax.sharding.AbstractDevice):
+        """Mosaic GPU takes a device that names no compute capability for a 9.0."""
+
+        compute_capability: str
+
+    named = mesh.abstract_mesh.abstract_device
+    device = Device(named.device_kind, named.num_cores, named.platform, "{}.{}".format(*capability))
+    abstract_mesh = mesh.abstract_mesh.update(abstract_device=device)
     start = time.perf_counter()
     try:
-        function, arrays, donated = cases(capability_of(target))[name]()
+        function, arrays, donated = cases(capability)[name]()
         arrays = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), arrays)
-        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        with jax.sharding.use_abstract_mesh(abstract_mesh):
             compiled = jax.jit(function, donate_argnums=donated).lower(*arrays).compile()
     except NotImplementedError as error:
         if "use implementation=" not in str(error):
@@ -161,37 +239,7 @@ def compile_case(name: str, target: str) -> dict:
     }
 
 
-def capability_of(target: str) -> tuple[int, int]:
-    """(major, minor) of a GpuTargetConfig text; the text format leaves out a minor version of 0."""
-    block = re.search(r"cuda_compute_capability\s*\{([^}]*)\}", target)
-    if block is None:
-        raise ValueError("the target has no cuda_compute_capability { ... }")
-    major, minor = (re.search(rf"{part}:\s*(\d+)", block[1]) for part in ("major", "minor"))
-    return int(major[1]), int(minor[1]) if minor else 0
-
-
-def kernel_resources(dump: Path) -> list[dict]:
-    """Registers, spills and shared memory of each kernel in Mosaic GPU's dump of ptxas."""
-    kernels = []
-    for log in sorted(dump.glob("*.ptxas")):
-        text = log.read_text(errors="replace")
-        spills = re.search(r"(\d+) bytes spill stores", text)
-        registers = re.search(r"Used (\d+) registers", text)
-        resources = log.with_suffix(".resources.txt")
-        smem = re.search(r"smem_scratch_bytes=(\d+)", resources.read_text()) if resources.exists() else None
-        kernels.append(
-            {
-                "kernel": log.stem,
-                "target": re.search(r"for '(sm_\w+)'", text)[1],
-                "registers": int(registers[1]) if registers else None,
-                "spill_bytes": int(spills[1]) if spills else None,
-                "smem_bytes": int(smem[1]) if smem else None,
-            }
-        )
-    return kernels
-
-
-def run_child(python: str, name: str, target_path: Path) -> dict:
+def run_child(python: str, name: str, target: str) -> dict:
     with tempfile.TemporaryDirectory() as dump:
         environment = os.environ | {
             "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
@@ -200,7 +248,7 @@ def run_child(python: str, name: str, target_path: Path) -> dict:
             "MOSAIC_GPU_DUMP_TO": dump,
             "MOSAIC_GPU_DUMP_PTXAS": "1",
         }
-        command = [python, __file__, "--child", name, "--target", str(target_path)]
+        command = [python, __file__, "--child", name, "--target", target]
         try:
             done = subprocess.run(
                 command, env=environment, capture_output=True, text=True, timeout=CASE_TIMEOUT
@@ -219,20 +267,27 @@ def main() -> None:
     parser.add_argument(
         "--python", default=sys.executable, help="python of the environment with the CUDA plugin"
     )
-    parser.add_argument("--target", type=Path, required=True, help="GpuTargetConfig text")
+    parser.add_argument("--target", choices=TARGETS, required=True)
     parser.add_argument("--only", default="", help="compile the cases whose name contains this")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    target = arguments.target.read_text()
+    target = arguments.target
     if arguments.child:
         print(json.dumps(compile_case(arguments.child, target)))
         return
+    capability = TARGETS[target].compute_capability
     failed = False
-    for name in cases(capability_of(target)):
+    for name in cases(capability):
         if arguments.only in name:
-            outcome = run_child(arguments.python, name, arguments.target)
+            outcome = run_child(arguments.python, name, target)
+            for kernel in outcome.get("kernels", ()):
+                if (kernel["smem_bytes"] or 0) > LIMITS[capability].shared_bytes_per_block:
+                    outcome |= {
+                        "result": "failed",
+                        "error": f"{kernel['kernel']}: over the chip's shared memory",
+                    }
             failed |= outcome["result"] == "failed"
-            print(json.dumps({"case": name, "target": arguments.target.stem} | outcome), flush=True)
+            print(json.dumps({"case": name, "target": target} | outcome), flush=True)
     sys.exit(failed)
 
 
