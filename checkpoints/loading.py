@@ -103,14 +103,20 @@ def _equal(a: TensorSource, b: TensorSource) -> bool:
 
 
 def load_weights(
-    checkpoint: Checkpoint, model_module: ModuleType, config: Any, dtype: Any, sharding: Any = None
+    checkpoint: Checkpoint,
+    model_module: ModuleType,
+    config: Any,
+    dtype: Any,
+    sharding: Any = None,
+    transform: Callable[[str, jax.Array], Any] = lambda name, leaf: leaf,
 ) -> Any:
     """The weights tree of `model_module` for `config`, read from `checkpoint` one tensor at a time.
 
     Tensors that the file stores with one axis (norms, biases) become float32, all others `dtype`. `sharding`
     is None (the default device), one `jax.sharding.Sharding` for every leaf, or a tree of them like the
-    weights. Peak host memory is the loaded weights plus a few chunks; on CPU the arrays that are filled here
-    are the weights (no second copy).
+    weights. `transform(leaf name, array)` makes what stands in the tree of each leaf as it comes (quantized, say:
+    the whole model in `dtype` never exists). Peak host memory is the loaded weights plus a few chunks; on CPU the
+    arrays that are filled here are the weights (no second copy).
 
     Raises CheckpointError naming all tensors that are missing, have no place in the model or a wrong shape.
     """
@@ -123,7 +129,7 @@ def load_weights(
         wanted = np.dtype(np.float32) if len(source.shape) == 1 else np.dtype(dtype)
         host = _read_as(source, wanted).reshape(leaves[leaf].shape)
         # Wait for the copy to an accelerator, or host buffers of many tensors would be alive at once.
-        arrays.append(jax.block_until_ready(jax.device_put(host, leaf_sharding)))
+        arrays.append(jax.block_until_ready(transform(leaf, jax.device_put(host, leaf_sharding))))
     return jax.tree.unflatten(treedef, arrays)
 
 
@@ -155,11 +161,11 @@ def weight_leaves(model_module: ModuleType, config: Any) -> tuple[dict[str, jax.
     return dict(named_leaves(shapes)), jax.tree.structure(shapes)
 
 
-def named_leaves(tree: Any) -> list[tuple[str, Any]]:
+def named_leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[str, Any]]:
     """(dotted path, leaf) of a pytree, in its order."""
     return [
         (jax.tree_util.keystr(path, simple=True, separator="."), leaf)
-        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
+        for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)[0]
     ]
 
 

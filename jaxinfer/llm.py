@@ -17,7 +17,7 @@ from tqdm import tqdm
 from jaxinfer import chat, compile_cache, defaults, planner
 from jaxinfer import prompts as prompts_
 from jaxinfer.engine import Engine, EngineConfig, EngineStats
-from jaxinfer.loading import check_names, find_model, given_model, refuse_unknown
+from jaxinfer.loading import check_names, find_model, given_model, quantized, refuse_unknown
 from jaxinfer.metrics import Work
 from jaxinfer.planner import hardware
 from jaxinfer.planner.roofline import StepCost, step_cost
@@ -54,6 +54,7 @@ class LLM:
       model_module: the model file of `config`; found by its module when left out.
       tokenizer: for `config` and `weights`; without it prompts are token ids and outputs have no text.
       dtype: of weights and activations: auto, float32, bfloat16, float16.
+      quantize: None, or "w8a8": matrices in int8 with a scale per output, activations in int8 with a scale per token.
       max_model_len: prompt + output tokens of one sequence; default the model's own maximum.
       max_num_seqs: rows that run at the same time.
       max_num_batched_tokens: tokens of one step; bounds a prefill chunk.
@@ -108,6 +109,7 @@ class LLM:
         model_module: ModuleType | None = None,
         tokenizer: Tokenizer | None = None,
         dtype: str = "auto",
+        quantize: str | None = None,
         max_model_len: int | None = None,
         max_num_seqs: int = 64,
         max_num_batched_tokens: int = 512,
@@ -167,6 +169,7 @@ class LLM:
             )
         else:
             found = given_model(config, weights, model_module, tokenizer)
+        found, weights_bytes = quantized(found, quantize, device)
         config = found.config
         self.config, self.tokenizer, self.end_token_ids = config, found.tokenizer, found.end_token_ids
         self.default_sampling_params, self.module = found.sampling_defaults, found.module
@@ -196,16 +199,19 @@ class LLM:
             num_pages=num_pages,
             kv_cache_memory_bytes=kv_cache_memory_bytes,
             gpu_memory_utilization=gpu_memory_utilization,
-            weights_loaded=found.weights_loaded,
+            weights_bytes=weights_bytes,
+            weights_loaded=found.weights_loaded and quantize is None,
         )
         self.plan = plan
         spec = replace(spec, num_pages=plan.num_pages)
         logger.info("attention: %s on %s, since %s", chosen.value, device.device_kind, chosen.reason)
         for line in plan.lines():
             logger.info(line)
-        weights = found.load_weights()
+        given, weights = weights, found.load_weights()
+        self._in_form = found.in_form
         # Arrays on the device that nobody but this LLM has: `close` frees them.
-        self._owned_weights = [] if found.weights_loaded else jax.tree.leaves(weights)
+        theirs = {id(leaf) for leaf in jax.tree.leaves(given)}
+        self._owned_weights = [leaf for leaf in jax.tree.leaves(weights) if id(leaf) not in theirs]
         if buckets is None:
             buckets = Buckets.default(
                 max_num_seqs, max_num_batched_tokens, decode_steps, device.platform, tile
@@ -525,12 +531,13 @@ class LLM:
         """Goes on with other weights of the same shapes and dtypes; see `Engine.update_weights`."""
         with self._loop.lock:
             self._loop.check_open()
-            self.engine.update_weights(weights)
-            pairs = zip(jax.tree.leaves(weights), jax.tree.leaves(self.engine.weights), strict=True)
-            owned = {id(leaf) for leaf in self._owned_weights}
-            self._owned_weights = [
-                ours for given, ours in pairs if not isinstance(given, jax.Array) or id(given) in owned
-            ]
+            in_form = self._in_form(weights)
+            self.engine.update_weights(in_form)
+            ours = {id(leaf) for leaf in self._owned_weights}
+            arrays = [leaf for leaf in jax.tree.leaves(weights) if isinstance(leaf, jax.Array)]
+            theirs = {id(leaf) for leaf in arrays} - ours
+            pairs = zip(jax.tree.leaves(in_form), jax.tree.leaves(self.engine.weights), strict=True)
+            self._owned_weights = [running for leaf, running in pairs if id(leaf) not in theirs]
 
     def close(self) -> None:
         """Frees device memory. What is unfinished ends with an error; the LLM cannot be used after it."""

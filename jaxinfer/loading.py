@@ -1,7 +1,8 @@
 """From the name of a model to what an engine is built from, and which options there are not."""
 
+import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -12,12 +13,16 @@ import jax.numpy as jnp
 
 import checkpoints
 from checkpoints import fetch
-from jaxinfer import defaults, models
+from checkpoints.loading import named_leaves
+from jaxinfer import defaults, models, quantization
 from jaxinfer.prompts import default_sampling_params
 from jaxinfer.request import SamplingParams
 from jaxinfer.sampling import LogprobsMode
 from jaxinfer.tokenizer import Tokenizer, load_tokenizer
+from pallas_kernels.quantized_matmul.tuning import w8a8_products
 from pallas_kernels.ragged_paged_attention import IMPLEMENTATIONS
+
+logger = logging.getLogger(__name__)
 
 # Options of vLLM that have another name here, or that cannot act.
 RENAMED_OPTIONS = {
@@ -26,7 +31,7 @@ RENAMED_OPTIONS = {
     "kv_cache_dtype": "quantized pages are not built yet; pages have the dtype of the model",
     "tensor_parallel_size": "sharding is not built yet; leave it out",
     "pipeline_parallel_size": "sharding is not built yet; leave it out",
-    "quantization": "weights are read in the form of the file; leave it out",
+    "quantization": "use quantize",
     "enforce_eager": "every step is a compiled program; leave it out",
     "swap_space": "a preempted sequence is computed again; leave it out",
     "cpu_offload_gb": "weights and pages stay on one device; leave it out",
@@ -69,12 +74,13 @@ class FoundModel:
 
     module: ModuleType
     config: Any
-    load_weights: Callable[[], Any]
+    load_weights: Callable[..., Any]  # (transform=...) as that of checkpoints.load_weights
     weights_loaded: bool  # whether they are on the device already
     tokenizer: Tokenizer | None
     end_token_ids: frozenset[int]
     name: str  # pages are shared under equal names only
     sampling_defaults: SamplingParams = field(default_factory=SamplingParams)
+    in_form: Callable[[Any], Any] = lambda weights: weights  # weights as published -> in the form that runs
 
 
 def find_model(
@@ -125,9 +131,51 @@ def given_model(
     return FoundModel(
         module=module,
         config=config,
-        load_weights=lambda: weights,
+        load_weights=partial(_transformed, weights),
         weights_loaded=True,
         tokenizer=tokenizer,
         end_token_ids=frozenset() if tokenizer is None else tokenizer.eos_token_ids,
         name="weights given as a tree",
     )
+
+
+def _transformed(weights: Any, transform: Callable[[str, Any], Any] = lambda name, leaf: leaf) -> Any:
+    leaves = [transform(name, leaf) for name, leaf in named_leaves(weights)]
+    return jax.tree.unflatten(jax.tree.structure(weights), leaves)
+
+
+def quantized(
+    found: FoundModel, quantize: str | None, device: defaults.Device
+) -> tuple[FoundModel, int | None]:
+    """The model with its matrices in another form (a name of `quantization.FORMS`), and the bytes of its weights then.
+
+    Returns:
+      `found` itself and None without a form.
+
+    Raises:
+      ValueError: there is no such form, or the model's dtype has none.
+    """
+    if quantize is None:
+        return found, None
+    if quantize not in quantization.FORMS:
+        raise ValueError(f"quantize={quantize!r} must be one of {', '.join(quantization.FORMS)}, or None")
+    if found.config.dtype == "float16":
+        raise ValueError(f"quantize={quantize!r} works with dtype float32 or bfloat16, not float16")
+    products = w8a8_products(device.device_kind)
+    logger.info("weights: %s, products in %s on %s", quantize, products, device.device_kind)
+    axes = found.module.logical_axes(found.config)
+    by_name = dict(named_leaves(axes, is_leaf=quantization.is_axes))
+
+    def transform(name: str, leaf: jax.Array) -> Any:
+        return quantization.quantize_leaf(by_name[name], leaf, products)
+
+    shapes = jax.eval_shape(
+        lambda: quantization.quantize(found.module.init(found.config, jax.random.key(0)), axes, products)
+    )
+    changed = replace(
+        found,
+        load_weights=partial(found.load_weights, transform=transform),
+        name=f"{found.name}, {quantize}",
+        in_form=lambda weights: quantization.quantize(weights, axes, products),
+    )
+    return changed, sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes))

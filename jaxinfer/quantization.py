@@ -1,19 +1,45 @@
 """Weight leaves and the two operations that read them.
 
-A weight leaf is a plain array today. Every product with a weight goes through `project` and every embedding
-lookup through `take`, so that a new weight form is a new leaf type handled here alone.
+A leaf is a plain array or a QuantizedTensor. Every product with a weight goes through `project` and every embedding
+lookup through `take`, so that a weight form is handled here alone.
 """
 
 import math
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import struct
+
+from pallas_kernels.quantized_matmul import quantized_matmul
+
+FORMS = ("w8a8",)  # what `quantize` can make of the matrices of a model
+
+
+@struct.dataclass
+class QuantizedTensor:
+    """A matrix in int8, symmetric, with one scale per output: value = scale * qvalue."""
+
+    qvalue: jax.Array  # int8 [*out, *in]
+    scale: jax.Array  # f32[F, 1], F the product of the output axes
+    w8a8: str = struct.field(pytree_node=False)  # see quantized_matmul
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.qvalue.shape
 
 
 def project(
-    x: jax.Array, weight: jax.Array, *, in_axes: int = 1, out_dtype: jax.typing.DTypeLike | None = None
+    x: jax.Array,
+    weight: jax.Array | QuantizedTensor,
+    *,
+    in_axes: int = 1,
+    out_dtype: jax.typing.DTypeLike | None = None,
 ) -> jax.Array:
     """Contract the last `in_axes` axes of x with the last `in_axes` axes of a weight leaf, in float32.
+
+    With a QuantizedTensor each token is quantized to int8 too, by its largest value (arXiv:2206.01861).
 
     Args:
       x: activations [..., *in].
@@ -27,15 +53,69 @@ def project(
     leading, out, inner = x.shape[:-in_axes], weight.shape[:-in_axes], weight.shape[-in_axes:]
     # One plain matrix product: XLA's CPU backend copies a weight of three axes into another layout at each call.
     size = math.prod(inner)
-    result = jax.lax.dot_general(
-        x.reshape(-1, size),
-        weight.reshape(-1, size).astype(x.dtype),
-        (((1,), (1,)), ((), ())),
-        preferred_element_type=jnp.float32,
-    )
-    return result.astype(out_dtype or x.dtype).reshape(*leading, *out)
+    x, out_dtype = x.reshape(-1, size), out_dtype or x.dtype
+    if isinstance(weight, QuantizedTensor):
+        result = quantized_matmul(
+            x,
+            weight.qvalue.reshape(-1, size),
+            weight.scale,
+            w8a8=weight.w8a8,
+            out_dtype=out_dtype,
+            implementation="xla",
+        )
+    else:
+        result = jax.lax.dot_general(
+            x,
+            weight.reshape(-1, size).astype(x.dtype),
+            (((1,), (1,)), ((), ())),
+            preferred_element_type=jnp.float32,
+        ).astype(out_dtype)
+    return result.reshape(*leading, *out)
 
 
-def take(weight: jax.Array, ids: jax.Array) -> jax.Array:
-    """Rows `ids` i32[T] of an embedding `[V, D]`: [T, D]."""
+def take(weight: jax.Array | QuantizedTensor, ids: jax.Array) -> jax.Array:
+    """Rows `ids` i32[T] of an embedding `[V, D]`: [T, D]; float32 of a QuantizedTensor."""
+    if isinstance(weight, QuantizedTensor):
+        rows, scale = (jnp.take(x, ids, axis=0, mode="clip") for x in (weight.qvalue, weight.scale))
+        return rows.astype(jnp.float32) * scale
     return jnp.take(weight, ids, axis=0, mode="clip")
+
+
+def quantize(weights: Any, logical_axes: Any, w8a8: str) -> Any:
+    """The weights tree with a QuantizedTensor for each matrix; norms and biases stay as they are.
+
+    Args:
+      weights: a tree of arrays, or of their shapes under jax.eval_shape.
+      logical_axes: the model file's, of the same structure.
+      w8a8: see `quantize_leaf`.
+    """
+    return jax.tree.map(
+        lambda axes, weight: quantize_leaf(axes, weight, w8a8), logical_axes, weights, is_leaf=is_axes
+    )
+
+
+def quantize_leaf(axes: tuple[str, ...], weight: jax.Array, w8a8: str) -> jax.Array | QuantizedTensor:
+    """A matrix rounded to the nearest of 255 codes per output, without calibration; other leaves as they are.
+
+    Args:
+      axes: the names of its axes. A matrix has two or more, one of them "embed".
+      weight: the leaf, output axes first.
+      w8a8: what products are computed in, "int8" or "bfloat16" (see quantized_matmul).
+    """
+    if len(axes) < 2 or "embed" not in axes:
+        return weight
+    return QuantizedTensor(*_int8_codes(weight, len(axes) - 1 if axes[0] == "embed" else 1), w8a8)
+
+
+def is_axes(node: Any) -> bool:
+    """Whether a node of a tree of logical axes is a leaf: the names of one weight's axes."""
+    return isinstance(node, tuple) and bool(node) and all(isinstance(name, str) for name in node)
+
+
+@partial(jax.jit, static_argnums=1)
+def _int8_codes(weight: jax.Array, in_axes: int) -> tuple[jax.Array, jax.Array]:
+    """int8 codes of the weight's shape, and f32[F, 1]."""
+    matrix = weight.reshape(-1, math.prod(weight.shape[-in_axes:])).astype(jnp.float32)
+    peak = jnp.max(jnp.abs(matrix), axis=1, keepdims=True)
+    scale = jnp.where(peak > 0, peak / 127, 1.0)
+    return jnp.round(matrix / scale).astype(jnp.int8).reshape(weight.shape), scale

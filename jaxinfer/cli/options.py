@@ -130,6 +130,7 @@ ENGINE = [
     _engine(
         "dtype", Literal["auto", "float32", "bfloat16", "float16"], "auto", "Of weights and activations."
     ),
+    _engine("quantize", Literal["w8a8"], None, "Weights and activations in int8."),
     _engine("max_model_len", int, None, "Prompt and output tokens together.", min=1),
     _engine("max_num_seqs", int, None, "Rows that run at the same time; default: the samples.", min=1),
     _engine("max_num_batched_tokens", int, 512, "Tokens of one step; bounds a chunk of the prompt.", min=1),
@@ -139,7 +140,10 @@ ENGINE = [
     _engine("page_size", int, "auto", "Tokens per page.", min=1),
     _engine("enable_prefix_caching", bool, True, "Whether equal beginnings share pages."),
     _engine(
-        "implementation", Literal["auto", "reference", "xla", "tpu", "gpu", "gpu_xla"], "auto", "The kernels on pages."
+        "implementation",
+        Literal["auto", "reference", "xla", "tpu", "gpu", "gpu_xla"],
+        "auto",
+        "The kernels on pages.",
     ),
     _engine("matmul_precision", Literal["default", "high", "highest"], None, "Of products in float32."),
     _engine("decode_steps", int, DECODE_STEPS, "Tokens drawn before the host looks.", min=1),

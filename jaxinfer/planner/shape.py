@@ -18,6 +18,7 @@ import checkpoints
 from checkpoints import fetch
 from checkpoints.loading import weight_leaves
 from jaxinfer import models
+from jaxinfer.quantization import is_axes
 
 # Bits of one element of the KV cache; those below 16 have scales beside them.
 KV_BITS = {
@@ -234,9 +235,6 @@ def _quantized_bytes(leaf: Leaf, quantize: str | None) -> int:
 
 
 def _axes(tree: Any) -> dict[str, tuple[str, ...]]:
-    def is_axes(node: Any) -> bool:
-        return isinstance(node, tuple) and bool(node) and all(isinstance(name, str) for name in node)
-
     flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_axes)
     return {jax.tree_util.keystr(path, simple=True, separator="."): axes for path, axes in flat}
 

@@ -165,6 +165,7 @@ ENGINE_CASES = {
     "revision": ("--revision v1", "v1"),
     "token": ("--token abc", "abc"),
     "dtype": ("--dtype bfloat16", "bfloat16"),
+    "quantize": ("--quantize w8a8", "w8a8"),
     "max_model_len": ("--max-model-len 64", 64),
     "max_num_seqs": ("--max-num-seqs 5", 5),
     "max_num_batched_tokens": ("--max-num-batched-tokens 32", 32),
@@ -176,6 +177,7 @@ ENGINE_CASES = {
     "implementation": ("--implementation reference", "reference"),
     "matmul_precision": ("--matmul-precision high", "high"),
     "decode_steps": ("--decode-steps 4", 4),
+    "batch_invariant": ("--batch-invariant", True),
     "logprobs_mode": ("--logprobs-mode processed", "processed"),
     "compilation_cache_dir": ("--compilation-cache-dir none", None),
 }
@@ -183,6 +185,7 @@ ENGINE_CASES = {
 NO_OPTION = {"self", "model", "config", "weights", "model_module", "tokenizer", "buckets", "unknown"}
 NO_OPTION |= {"logits_processors", "logits_processor_args"}
 NO_OPTION |= {"seed", "max_num_partial_prefills", "strict_compile", "generation_config", "background_compile"}
+NO_OPTION |= {"programs"}  # brings the options it was compiled with: test_aot.py
 
 
 LLM_ARGUMENTS = inspect.signature(jaxinfer.llm.LLM.__init__).parameters

@@ -1,0 +1,125 @@
+"""Weights in int8: codes and products against numpy, and an LLM that runs on them.
+
+The int32 sums of w8a8 are exact, so the oracle in float64 differs by the rounding of two scales and of the result:
+a few units of 2**-24, relative.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from engines import load
+
+from jaxinfer import quantization
+from jaxinfer.llm import LLM
+from jaxinfer.quantization import QuantizedTensor, quantize_leaf
+from jaxinfer.request import SamplingParams
+
+RELATIVE = 2.0**-21
+AXES = {  # logical axes, shape, the input axes
+    "q_proj": (("q_heads", "head", "embed"), (4, 8, 24), (2,)),
+    "o_proj": (("embed", "q_heads", "head"), (24, 4, 8), (1, 2)),
+    "embed": (("vocab", "embed"), (50, 24), (1,)),
+    "down_proj": (("embed", "mlp"), (24, 40), (1,)),
+}
+
+
+def random(shape, seed=0):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def codes_of(weight, in_axes):
+    peak = np.abs(weight).max(axis=in_axes, keepdims=True)
+    scale = np.where(peak > 0, peak / np.float32(127), np.float32(1))
+    return np.rint(weight / scale), scale
+
+
+@pytest.mark.parametrize("name", AXES)
+def test_codes_are_the_nearest_with_one_scale_per_output(name):
+    axes, shape, in_axes = AXES[name]
+    weight = random(shape)
+    weight[0] = 0  # an output without weight must not divide by zero
+    tensor = quantize_leaf(axes, jnp.asarray(weight), "int8")
+    scale = np.asarray(tensor.scale).reshape(codes_of(weight, in_axes)[1].shape)
+    assert tensor.qvalue.dtype == jnp.int8 and tensor.shape == shape
+    np.testing.assert_allclose(
+        scale, codes_of(weight, in_axes)[1], rtol=2.0**-23
+    )  # XLA multiplies by 1 / 127
+    np.testing.assert_array_equal(tensor.qvalue, np.rint(weight / scale))
+
+
+@pytest.mark.parametrize("axes", [("embed",), ("head",), ("q_heads", "head")])
+def test_norms_and_biases_stay(axes):
+    leaf = jnp.ones((2,) * len(axes))
+    assert quantize_leaf(axes, leaf, "int8") is leaf
+
+
+@pytest.mark.parametrize("name", AXES)
+@pytest.mark.parametrize("w8a8", ["int8", "bfloat16"])
+def test_products_are_those_of_the_codes(name, w8a8):
+    axes, shape, in_axes = AXES[name]
+    weight, inner = random(shape, 1), shape[-len(in_axes) :]
+    x = random((5, *inner), 2)
+    tensor = quantize_leaf(axes, jnp.asarray(weight), w8a8)
+    got = quantization.project(jnp.asarray(x), tensor, in_axes=len(in_axes))
+    codes, scale = np.asarray(tensor.qvalue), np.asarray(tensor.scale)
+    x_codes, x_scale = codes_of(x.reshape(5, -1), (1,))
+    sums = x_codes.astype(np.float64) @ codes.reshape(-1, x_codes.shape[1]).T
+    want = (sums * x_scale * scale.reshape(1, -1)).reshape(got.shape)
+    np.testing.assert_allclose(got, want, rtol=RELATIVE, atol=1e-9)
+
+
+def test_rows_of_a_table_are_codes_times_scale():
+    table = random((50, 24), 3)
+    tensor = quantize_leaf(("vocab", "embed"), jnp.asarray(table), "int8")
+    values = np.asarray(tensor.qvalue).astype(np.float32) * np.asarray(tensor.scale)
+    ids = [3, 3, 49]
+    np.testing.assert_array_equal(quantization.take(tensor, jnp.array(ids)), values[ids])
+
+
+def open_llm(quantize, name="llama_gqa", **options):
+    _, config, weights = load(name)
+    options = {"max_num_batched_tokens": 16, "max_num_seqs": 2, "max_model_len": 32} | options
+    return LLM(
+        config=config, weights=weights, quantize=quantize, num_pages=8, decode_steps=1,
+        background_compile=False, **options,
+    )  # fmt: skip
+
+
+def test_an_engine_runs_on_a_quarter_of_the_bytes_and_takes_new_weights():
+    _, _, weights = load("llama_gqa")
+    prompt, params = [5, 6, 7, 8, 9], SamplingParams(temperature=0, max_tokens=4, prompt_logprobs=0)
+    with open_llm(None) as llm:
+        whole = llm.plan.weights_bytes
+        (plain,) = llm.generate([prompt], params, use_tqdm=False)
+    with open_llm("w8a8") as llm:
+        (output,) = llm.generate([prompt], params, use_tqdm=False)
+        leaves = jax.tree.leaves(llm.engine.weights)
+        assert llm.plan.weights_bytes == sum(leaf.nbytes for leaf in leaves) < 0.3 * whole
+        programs = len(llm.engine.programs)
+        llm.update_weights(jax.tree.map(lambda x: -x, weights))
+        (other,) = llm.generate([prompt], params, use_tqdm=False)
+        llm.update_weights(weights)
+        (again,) = llm.generate([prompt], params, use_tqdm=False)
+        assert len(llm.engine.programs) == programs
+    assert other.prompt_logprobs != output.prompt_logprobs
+    assert again.prompt_logprobs == output.prompt_logprobs
+    assert again.outputs[0].token_ids == output.outputs[0].token_ids
+    # Random weights of this size: int8 moves a log-probability by some hundredths, and never not at all.
+    scores = [[next(iter(p.values())).logprob for p in o.prompt_logprobs[1:]] for o in (plain, output)]
+    difference = np.abs(np.subtract(*scores))
+    assert 0 < difference.max() < 0.3
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(weights))
+
+
+def test_a_form_that_does_not_exist_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"quantize='int3' must be one of w8a8"):
+        open_llm("int3")
+    with pytest.raises(TypeError, match="use quantize"):
+        open_llm(None, quantization="awq")
+
+
+def test_a_tree_of_codes_is_a_tree_of_weights():
+    tensor = QuantizedTensor(jnp.zeros((2, 3), jnp.int8), jnp.ones((2, 1)), "int8")
+    doubled = jax.tree.map(lambda x: x * 2, tensor)
+    assert doubled.w8a8 == "int8" and doubled.scale[0, 0] == 2
