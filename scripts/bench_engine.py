@@ -44,6 +44,7 @@ def main() -> None:
     parser.add_argument("--workload", choices=("ragged-64", "single"), default="ragged-64")
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--quantize", choices=("w8a8",))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--max-num-batched-tokens", type=int, default=512)
     parser.add_argument("--page-size", default="auto")
@@ -68,6 +69,7 @@ def main() -> None:
     page_size = args.page_size if args.page_size == "auto" else int(args.page_size)
     options: dict[str, Any] = dict(
         dtype=args.dtype,
+        quantize=args.quantize,
         max_model_len=1024,
         max_num_seqs=64 if args.workload == "ragged-64" else 1,
         max_num_batched_tokens=args.max_num_batched_tokens,
@@ -117,6 +119,7 @@ def main() -> None:
         "workload": args.workload,
         "model": args.model,
         "dtype": llm.config.dtype,
+        "quantize": args.quantize,
         "seconds": round(seconds, 3),
         "total_tok_per_s": round(best.rates()["total_tok_per_s"], 1),
         "out_tok_per_s": round(best.rates()["output_tok_per_s"], 1),
