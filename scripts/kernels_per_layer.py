@@ -28,6 +28,8 @@ DEPTHS = (2, 3)
 # What launches nothing: names and views of arrays, and the second half of what runs beside the kernels.
 NO_KERNELS = ("parameter", "constant", "bitcast", "tuple", "get-tuple-element", "after-all", "partition-id")
 BESIDE = ("copy-start", "copy-done", "slice-start", "slice-done", "async-start", "async-done")
+PRODUCTS = ("dot", "convolution")
+_CALLS = re.compile(r"calls=%?([\w.\-]+)")
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 
@@ -43,6 +45,9 @@ def kernels(program: hlo.Program, computation: str) -> Counter[tuple[str, str]]:
         elif instruction.opcode not in NO_KERNELS:
             op_name, target = _OP_NAME.search(instruction.text), _TARGET.search(instruction.text)
             opcode = f"{instruction.opcode} {target[1]}" if target else instruction.opcode
+            fused = _CALLS.search(instruction.text)
+            if fused and any(i.opcode in PRODUCTS for i in program.computations[fused[1]]):
+                opcode += " with a product"
             found[opcode, "/".join(op_name[1].split("/")[-2:]) if op_name else ""] += 1
     return found
 
