@@ -50,6 +50,16 @@ def greedy(count: int) -> Any:
     return SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
 
 
+def two_programs(rows: int, budget: int) -> dict[str, Any]:
+    """Options of an engine with the programs that these measures need, and no others to be compiled."""
+    from jaxinfer.step import Buckets
+
+    buckets = Buckets(
+        prefill=((budget, rows),), decode=(rows,), decode_steps=1, max_multi_step_rows=1, variants=("greedy",)
+    )
+    return {"decode_steps": 1, "buckets": buckets}
+
+
 def prompts_of(llm: Any, lengths: list[int], seed: int = 0) -> list[list[int]]:
     rng = np.random.default_rng(seed)
     return [rng.integers(100, min(40_000, llm.config.vocab_size), n).tolist() for n in lengths]
@@ -164,6 +174,8 @@ def host(args: argparse.Namespace) -> dict[str, Any]:
 
 def share(args: argparse.Namespace) -> dict[str, Any]:
     """Of 64 rows that decode. Host time is all of a step's time in which it does not wait for the device."""
+    from jaxinfer.metrics import Recording
+
     rows, steps = args.rows, args.steps
     with open_llm(
         args.model,
@@ -177,13 +189,18 @@ def share(args: argparse.Namespace) -> dict[str, Any]:
         sequences = [submit(llm.engine, ids, 2 * steps) for ids in prompts]
         while any(seq.num_output_tokens < 2 for seq in sequences):
             llm.engine.step()
+        llm.engine.recording = recording = Recording(llm.engine.clock)
         before, start = llm.stats().steps["decode"], time.perf_counter()
         for _ in range(steps):
             llm.engine.step()
         wall, spent = time.perf_counter() - start, llm.stats().steps["decode"] - before
+        recording.close()
     host_s = wall - spent.wait_s
+    records = list(recording.steps)
     return {
         "rows": rows,
+        "dispatch_ms": 1e3 * statistics.median(step.dispatched - step.begun for step in records),
+        "take_in_ms": 1e3 * statistics.median(step.committed - max(step.done, step.read) for step in records),
         "token_steps": spent.num_tokens / rows,
         "host_ms": 1e3 * host_s / steps,
         "device_ms": 1e3 * spent.device_s / steps,
@@ -256,8 +273,8 @@ def latency(args: argparse.Namespace) -> dict[str, Any]:
             max_num_batched_tokens=budget,
             num_pages=1 + (rows + 2) * (long + 128) // 16,
             page_size=16,
-            decode_steps=1,
             enable_prefix_caching=False,
+            **two_programs(rows + 1, budget),
         ) as llm:
             llm.warmup(use_tqdm=False)
             chunks = -(-long // (budget - rows))
@@ -303,7 +320,9 @@ def prefix(args: argparse.Namespace) -> dict[str, Any]:
             max_model_len=PREAMBLE + QUESTION_TOKENS[1] + ANSWER + 16,
             max_num_seqs=args.rows,
             enable_prefix_caching=caching,
+            **two_programs(args.rows, 512),
         ) as llm:
+            llm.warmup(use_tqdm=False)
             lengths = np.random.default_rng(1).integers(*QUESTION_TOKENS, args.questions).tolist()
             (preamble,) = prompts_of(llm, [PREAMBLE])
             prompts = [preamble + question for question in prompts_of(llm, lengths, seed=2)]
