@@ -53,6 +53,41 @@ def check_answers(rows, lines):
             assert record["response"]["body"]["usage"]["completion_tokens"] <= line["max_tokens"]
 
 
+def test_a_killed_worker_loses_and_repeats_nothing(model, tmp_path, monkeypatch):
+    """Two workers; the first that has answered row 9 dies before it hands its batch over.
+
+    It comes first: Ray forks, and the other test starts threads of jax in this process.
+    """
+    ray = pytest.importorskip("ray", reason="needs the extra jaxinfer[ray]; `make test-ray` runs it")
+    killed, pids, output = tmp_path / "killed", tmp_path / "pids", tmp_path / "answers"
+    pids.mkdir()
+
+    class DyingWorker(ray_data.Worker):
+        def answer(self, rows):
+            answers = super().answer(rows)
+            (pids / str(os.getpid())).touch()
+            if any(row["custom_id"] == "id 9" for row in rows) and not killed.exists():
+                killed.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            return answers
+
+    monkeypatch.setattr(ray_data, "Worker", DyingWorker)
+    lines = mixed(48)
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    try:
+        dataset = ray.data.from_items(with_all_columns(lines), override_num_blocks=12)
+        answers = ray_data.map_batches(
+            dataset, model, DEFAULTS, num_workers=2, batch_size=4, seed=3, **OPTIONS
+        )
+        answers.write_json(str(output))
+    finally:
+        ray.shutdown()
+    rows = [json.loads(line) for path in output.glob("*.json") for line in path.open()]
+    assert killed.exists() and len(list(pids.iterdir())) >= 3  # two workers, and the one started again
+    assert sorted(row["custom_id"] for row in rows) == sorted(line["custom_id"] for line in lines)
+    check_answers({row["custom_id"]: row for row in rows}, lines)
+
+
 def test_rows_are_answered_alone(model):
     """A worker without Ray: columns that are null in a row, numbers as ids, rows that cannot be answered."""
     body = {"prompt": None, "messages": [{"role": "user", "content": "?"}], "max_tokens": 3}
@@ -74,35 +109,3 @@ def test_rows_are_answered_alone(model):
     check_answers({answer["custom_id"]: answer for answer in answers}, mixed(8))
     numbered = worker(pyarrow.Table.from_pylist([{"custom_id": 7, "prompt": "?"}])).to_pylist()
     assert numbered[0]["custom_id"] == "7"
-
-
-def test_a_killed_worker_loses_and_repeats_nothing(model, tmp_path, monkeypatch):
-    """Two workers; the first that has answered row 9 dies before it hands its batch over."""
-    ray = pytest.importorskip("ray", reason="needs the extra jaxinfer[ray]; `make test-ray` runs it")
-    killed, pids, output = tmp_path / "killed", tmp_path / "pids", tmp_path / "answers"
-    pids.mkdir()
-
-    class DyingWorker(ray_data.Worker):
-        def answer(self, rows):
-            answers = super().answer(rows)
-            (pids / str(os.getpid())).touch()
-            if any(row["custom_id"] == "id 9" for row in rows) and not killed.exists():
-                killed.touch()
-                os.kill(os.getpid(), signal.SIGKILL)
-            return answers
-
-    monkeypatch.setattr(ray_data, "Worker", DyingWorker)
-    lines = mixed(48)
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
-    try:
-        dataset = ray.data.from_items(with_all_columns(lines), override_num_blocks=12)
-        answers = ray_data.map_batches(
-            dataset, model, DEFAULTS, num_workers=2, batch_size=4, seed=3, **OPTIONS
-        )
-        answers.write_json(str(output))
-    finally:
-        ray.shutdown()
-    rows = [json.loads(line) for path in output.glob("*.json") for line in path.open()]
-    assert killed.exists() and len(list(pids.iterdir())) >= 3  # two workers, and the one started again
-    assert sorted(row["custom_id"] for row in rows) == sorted(line["custom_id"] for line in lines)
-    check_answers({row["custom_id"]: row for row in rows}, lines)
