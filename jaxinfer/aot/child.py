@@ -212,6 +212,7 @@ class Child:
             "memory_share": total / self.usable,
             "cache_aliased": memory.alias_size_in_bytes >= found.spec.total_bytes,
             "page_copies": hlo.copies(text, _page_shape(found)),
+            "page_moves": hlo.moves(text, _page_shape(found)),
             "collectives": hlo.collectives(text),
         }
         if self.target.platform == "tpu":

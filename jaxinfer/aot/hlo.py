@@ -20,6 +20,7 @@ COPIES = ("copy", "copy-start", "transpose")
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\(.*\) -> .*)?\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*)$")
 _OPCODE = re.compile(r"(?:^|[\])}] )([a-z][\w\-]*)\(")
+_LAYOUT = re.compile(r"\]\{([^}]*)\}")
 _SHAPE = re.compile(r"(\w+)\[([\d,]*)\]")
 _CYCLES = re.compile(r'"estimated_cycles":"?(\d+)"?')
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"?(\d+)"?\}')
@@ -85,7 +86,24 @@ def parse(text: str) -> Program:
 
 def copies(program: Program, shape: str) -> list[str]:
     """Names of instructions that copy or transpose a whole array of `shape`, such as "bf16[513,8,128,256]"."""
-    return [i.name for i in program.instructions() if i.opcode in COPIES and shape in i.shapes]
+    return [i.name for i in _copies(program, shape) if not _changes_memory(i)]
+
+
+def moves(program: Program, shape: str) -> list[str]:
+    """Likewise of those that take it from one memory to another: what fits is prefetched into VMEM."""
+    return [i.name for i in _copies(program, shape) if _changes_memory(i)]
+
+
+def _copies(program: Program, shape: str) -> list[Instruction]:
+    return [i for i in program.instructions() if i.opcode in COPIES and shape in i.shapes]
+
+
+def _changes_memory(instruction: Instruction) -> bool:
+    result = instruction.text.split(" copy-start(")[0]
+    spaces = _LAYOUT.findall(
+        result
+    )  # of source and destination; the context beside them has no layout of its own
+    return instruction.opcode == "copy-start" and ("S(" in spaces[0]) != ("S(" in spaces[1])
 
 
 def collectives(program: Program) -> dict[str, int]:

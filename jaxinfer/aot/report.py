@@ -55,6 +55,8 @@ def findings(record: Mapping[str, Any]) -> list[str]:
         f"{copies} COPIES OF PAGES" if copies else "no copy of pages",
         "collectives " + (", ".join(f"{n} x{c}" for n, c in record["collectives"].items()) or "none"),
     ]
+    if moves := record.get("page_moves"):
+        found.append(f"{len(moves)} layers' pages moved between memories")
     if cycles := record.get("cycles"):
         found.append(f"{cycles['estimated']:,} cycles estimated")
         if cycles["without"]:

@@ -410,7 +410,8 @@ ENTRY %main.39 (weights: bf16[8], pages: bf16[9,2,4,8]) -> (s32[2], bf16[9,2,4,8
   %while.4 = f32[] while(%weights), condition=%open_condition, body=%fused_computation
   %all-reduce-start.1 = f32[8]{0} all-reduce-start(%weights), to_apply=%add, backend_config={"estimated_cycles":"7"}
   %all-reduce-done.1 = f32[8]{0} all-reduce-done(%all-reduce-start.1)
-  %copy-start.2 = (bf16[9,2,4,8]{3,2,1,0:S(5)}, bf16[9,2,4,8]{3,2,1,0}, u32[]) copy-start(%weights)
+  %copy-start.2 = (bf16[9,2,4,8]{3,2,1,0:T(8,128)}, bf16[9,2,4,8]{3,2,1,0:T(8,128)}, u32[]{:S(2)}) copy-start(%weights)
+  %copy-start.5 = (bf16[9,2,4,8]{3,2,1,0:T(8,128)}, bf16[9,2,4,8]{3,2,1,0:T(8,128)S(1)}, u32[]{:S(2)}) copy-start(%weights)
   ROOT %out = (s32[2]{0}, bf16[9,2,4,8]{3,2,1,0}) tuple(%weights)
 }
 """  # noqa: E501
@@ -422,6 +423,9 @@ def test_copies_of_pages_are_found_inside_fusions_and_beside_other_copies():
     assert program.entry == "main.39"
     assert hlo.copies(program, "bf16[9,2,4,8]") == ["copy.7", "copy-start.2"]
     assert hlo.copies(program, "bf16[9,2,4]") == []
+    assert hlo.moves(program, "bf16[9,2,4,8]") == [
+        "copy-start.5"
+    ]  # into VMEM: the compiler's choice, no second pool
 
 
 def test_an_asynchronous_collective_counts_once():
