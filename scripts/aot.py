@@ -249,7 +249,8 @@ def main() -> None:
             for record in kernels(target, options.kernels):
                 keep(record)
     if options.write:
-        options.write.write_text(document(records, page_layout()))
+        layout = options.layout.read_text() if options.layout else page_layout()
+        options.write.write_text(document(records, layout))
 
 
 if __name__ == "__main__":

@@ -68,9 +68,7 @@ def compile_model(
         if large and search:
             say("looking for the largest setting that fits")
             worst = max(record["needed_bytes"] - record["usable_bytes"] for record in large)
-            nearest = largest_setting(
-                describe=compiler.describe, compile_=compiler.compile, options=options, worst=worst
-            )
+            nearest = largest_setting(compiler.describe, compiler.compile, options, worst, like=chosen)
             say(report.nearest_line(nearest))
             error = f"{error}; {report.nearest_line(nearest)}"
     return {

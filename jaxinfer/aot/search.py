@@ -1,7 +1,7 @@
 """The largest setting that fits, found by compiling: more pages, rows or tokens never need less memory."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 SMALLEST_POOL = 2  # pages: the null page and one more
@@ -30,11 +30,23 @@ def largest_fit(
     return fits
 
 
-def probes(programs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The programs that need the most memory: of most tokens, rows and steps for each kind and variant."""
+def kinds(programs: Iterable[Mapping[str, Any]]) -> set[tuple[str, str]]:
+    """(kind, variant) of programs."""
+    return {(program["kind"], program["variant"]) for program in programs}
+
+
+def probes(
+    programs: Sequence[Mapping[str, Any]], among: Collection[tuple[str, str]] | None = None
+) -> list[str]:
+    """The programs that need the most memory: of most tokens, rows and steps for each kind and variant.
+
+    among: the kinds and variants that are looked at; None for all.
+    """
     best: dict[tuple, Mapping[str, Any]] = {}
     for program in programs:
         key = program["kind"], program["variant"]
+        if among is not None and key not in among:
+            continue
         size = program["num_tokens"], program["num_rows"], program["num_steps"]
         if key not in best or size > tuple(best[key][k] for k in ("num_tokens", "num_rows", "num_steps")):
             best[key] = program
@@ -59,25 +71,29 @@ def largest_setting(
     compile_: Callable[[Mapping[str, Any], str], Mapping[str, Any]],
     options: Mapping[str, Any],
     worst: int,
+    like: Collection[str] | None = None,
 ) -> dict[str, Any] | None:
     """Options near to `options` with which every probe fits, or None.
 
-    First fewer pages with all else equal; if not even two fit, steps of half the tokens and rows, again and again.
+    First fewer pages with all else equal; if not even two fit, one step at a time; then steps of half the tokens and
+    rows, again and again.
 
     Args:
       describe, compile_: of `Compiler`.
       options: that do not fit.
       worst: bytes that they are over the memory.
+      like: names of programs; those of their kinds and variants matter. None for all.
     """
     resolved, options = describe(options), dict(options)
     settings = dict(resolved["options"])
     unit = resolved["bytes_per_page"]
+    among = kinds(p for p in resolved["programs"] if like is None or p["name"] in like)
 
     def excess(num_pages: int) -> int:
         tried = options | pool(num_pages)
         # The first that does not fit decides; the others need not be compiled.
         most = -math.inf
-        for name in probes(describe(tried)["programs"]):
+        for name in probes(describe(tried)["programs"], among):
             most = max(most, over(compile_(tried, name)))
             if most > 0:
                 break
@@ -94,17 +110,29 @@ def largest_setting(
             "gpu_memory_utilization": None,
         }
 
-    present, high = settings["num_pages"], settings["num_pages"]
+    present = settings["num_pages"]
+    guess, high = present - math.ceil(worst / unit), present
     while True:
-        guess = present - math.ceil(worst / unit) if worst > 0 else None
         found = largest_fit(excess, SMALLEST_POOL, high, unit, guess)
         if found >= SMALLEST_POOL:
             changed = options | pool(found)
             return {key: value for key, value in changed.items() if value is not None}
-        tokens = settings["max_num_batched_tokens"] // 2
-        if tokens < SMALLEST_STEP:
+        less = _less(settings)
+        if less is None:
             return None
-        rows = max(1, min(settings["max_num_seqs"] // 2, tokens))
-        settings |= {"max_num_batched_tokens": tokens, "max_num_seqs": rows}
-        options = options | {"max_num_batched_tokens": tokens, "max_num_seqs": rows}
-        worst, high = 0, present + 1  # with smaller steps all of them may fit
+        settings |= less
+        options |= less
+        guess, high = present, present + 1  # with less beside them all of them may fit
+
+
+def _less(settings: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What to give up next: several steps at once, then half of the tokens and rows of a step."""
+    if settings["decode_steps"] > 1:
+        return {"decode_steps": 1}
+    tokens = settings["max_num_batched_tokens"] // 2
+    if tokens < SMALLEST_STEP:
+        return None
+    return {
+        "max_num_batched_tokens": tokens,
+        "max_num_seqs": max(1, min(settings["max_num_seqs"] // 2, tokens)),
+    }

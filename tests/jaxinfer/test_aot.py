@@ -71,7 +71,7 @@ class FakeCompiler:
 
     def describe(self, options):
         resolved = {"num_pages": 80, "page_size": 128, "max_model_len": 8192, "max_num_seqs": 64,
-                    "max_num_batched_tokens": 512, "dtype": "bfloat16"}  # fmt: skip
+                    "max_num_batched_tokens": 512, "decode_steps": 8, "dtype": "bfloat16"}  # fmt: skip
         resolved |= {key: value for key, value in options.items() if value is not None}
         programs = [
             {"name": "prefill", "kind": "prefill", "variant": "greedy", "num_rows": 1, "num_steps": 1,
@@ -126,7 +126,28 @@ def test_smaller_steps_are_tried_when_no_pool_fits(monkeypatch):
 
     result, _ = compile_fake(monkeypatch, Heavy)
     assert result["nearest"]["max_num_batched_tokens"] == 128
-    assert result["nearest"]["num_pages"] == 3
+    assert result["nearest"]["num_pages"] == 3 and result["nearest"]["decode_steps"] == 1
+
+
+def test_one_step_at_a_time_is_tried_before_smaller_steps(monkeypatch):
+    """Where only the loop over steps is too large, all pages stay."""
+
+    class Loops(FakeCompiler):
+        weights = 40 * GIB
+
+        def compile(self, options, name, save=None):
+            loop = (
+                10**6 * GIB
+                if self.describe(options)["options"]["decode_steps"] > 1 and name == "decode"
+                else 0
+            )
+            record = super().compile(options, name)
+            return record | {"result": "too large", "needed_bytes": loop} if loop else record
+
+    result, _ = compile_fake(monkeypatch, Loops, options={"num_pages": 30})
+    assert result["nearest"] == {
+        "num_pages": 30, "page_size": 128, "max_model_len": 29 * 128, "decode_steps": 1,
+    }  # fmt: skip
 
 
 def test_weights_alone_are_too_large(monkeypatch):
