@@ -54,7 +54,8 @@ class LLM:
       model_module: the model file of `config`; found by its module when left out.
       tokenizer: for `config` and `weights`; without it prompts are token ids and outputs have no text.
       dtype: of weights and activations: auto, float32, bfloat16, float16.
-      quantize: None, or "w8a8": matrices in int8 with a scale per output, activations in int8 with a scale per token.
+      quantize: None, or "w8a8": matrices of layers in int8 with a scale per output, activations in int8 with a
+        scale per token.
       max_model_len: prompt + output tokens of one sequence; default the model's own maximum.
       max_num_seqs: rows that run at the same time.
       max_num_batched_tokens: tokens of one step; bounds a prefill chunk.

@@ -1,7 +1,7 @@
 """Weight leaves and the two operations that read them.
 
-A leaf is a plain array or a QuantizedTensor. Every product with a weight goes through `project` and every embedding
-lookup through `take`, so that a weight form is handled here alone.
+A leaf is a plain array or, if it is a matrix of a layer, a QuantizedTensor. Every product with a weight goes through
+`project` and every embedding lookup through `take`, so that a weight form is handled here alone.
 """
 
 import math
@@ -73,16 +73,13 @@ def project(
     return result.reshape(*leading, *out)
 
 
-def take(weight: jax.Array | QuantizedTensor, ids: jax.Array) -> jax.Array:
-    """Rows `ids` i32[T] of an embedding `[V, D]`: [T, D]; float32 of a QuantizedTensor."""
-    if isinstance(weight, QuantizedTensor):
-        rows, scale = (jnp.take(x, ids, axis=0, mode="clip") for x in (weight.qvalue, weight.scale))
-        return rows.astype(jnp.float32) * scale
+def take(weight: jax.Array, ids: jax.Array) -> jax.Array:
+    """Rows `ids` i32[T] of an embedding `[V, D]`: [T, D]."""
     return jnp.take(weight, ids, axis=0, mode="clip")
 
 
 def quantize(weights: Any, logical_axes: Any, w8a8: str) -> Any:
-    """The weights tree with a QuantizedTensor for each matrix; norms and biases stay as they are.
+    """The weights tree with a QuantizedTensor for each matrix of a layer.
 
     Args:
       weights: a tree of arrays, or of their shapes under jax.eval_shape.
@@ -98,11 +95,12 @@ def quantize_leaf(axes: tuple[str, ...], weight: jax.Array, w8a8: str) -> jax.Ar
     """A matrix rounded to the nearest of 255 codes per output, without calibration; other leaves as they are.
 
     Args:
-      axes: the names of its axes. A matrix has two or more, one of them "embed".
+      axes: the names of its axes. A matrix of a layer has two or more, one of them "embed"; the tables of the
+        vocabulary stay too, which is half of the loss (LOG.md, 2026-11-30).
       weight: the leaf, output axes first.
       w8a8: what products are computed in, "int8" or "bfloat16" (see quantized_matmul).
     """
-    if len(axes) < 2 or "embed" not in axes:
+    if len(axes) < 2 or "embed" not in axes or "vocab" in axes:
         return weight
     return QuantizedTensor(*_int8_codes(weight, len(axes) - 1 if axes[0] == "embed" else 1), w8a8)
 
