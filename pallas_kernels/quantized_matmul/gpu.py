@@ -10,6 +10,7 @@ groups themselves. Tiles leave transposed, [tokens, outputs], by TMA; splits of 
 """
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -24,7 +25,6 @@ from pallas_kernels.quantized_matmul.gpu_schedule import (
     BLOCK_F,
     CHUNK,
     COMPUTE_WARPGROUPS,
-    TMA_ROW_ALIGNMENT,
     WGMMA_ROWS,
     Blocks,
     Schedule,
@@ -34,6 +34,8 @@ from pallas_kernels.quantized_matmul.reference import quantize_rows
 
 # Registers per thread: 2 x 128 x 232 + 128 x 40 fill the 64 K registers of an SM.
 COMPUTE_REGISTERS, FETCH_REGISTERS = 232, 40
+TILE_ROWS = 8  # of a swizzled buffer
+SWIZZLE_RUN = 64  # inputs: the shortest run of a swizzle, 32 bytes, of int4
 ELSE = "use implementation='xla'"
 
 
@@ -56,14 +58,15 @@ def quantized_matmul(
     reason = refusal(x, qvalue, w8a8, compute_capability)
     if reason is not None:
         raise NotImplementedError(f"quantized_matmul implementation 'gpu': {reason}")
-    if w8a8 is None:
-        return _call(schedule_of(x, qvalue, scale, offset, out_dtype, blocks), x, qvalue, scale, offset, None)
-    x8, x_scale = quantize_rows(x)
-    if w8a8 == "int8":
-        schedule = schedule_of(x8, qvalue, scale, None, out_dtype, blocks)
-        return _call(schedule, x8, qvalue, scale, None, x_scale)
-    schedule = schedule_of(x8.astype(jnp.bfloat16), qvalue, scale, None, out_dtype, blocks)
-    return _call(schedule, x8.astype(jnp.bfloat16), qvalue, scale, None, x_scale)
+    num_tokens = x.shape[0]
+    if num_tokens > TILE_ROWS:  # TMA wants whole tiles of rows, or less than one
+        x = jnp.pad(x, ((0, -num_tokens % TILE_ROWS), (0, 0)))
+    x_scale = None
+    if w8a8 is not None:
+        x, x_scale = quantize_rows(x)
+        x = x.astype(w8a8)
+    schedule = schedule_of(x, qvalue, scale, offset, out_dtype, blocks)
+    return _call(schedule, x, qvalue, scale, offset, x_scale)[:num_tokens]
 
 
 def refusal(
@@ -75,9 +78,8 @@ def refusal(
         return f"WGMMA exists on compute capability 9.0 only, not {compute_capability}: {ELSE}"
     if x.dtype != jnp.bfloat16 and w8a8 is None:
         return f"x is {x.dtype}, but WGMMA multiplies bfloat16: cast x, or {ELSE}"
-    lanes = TMA_ROW_ALIGNMENT * 8 // jax.dtypes.itemsize_bits(qvalue.dtype)
-    if in_dim % lanes:
-        return f"D {in_dim} is no multiple of {lanes}, which TMA needs of {qvalue.dtype}: {ELSE}"
+    if in_dim % SWIZZLE_RUN:
+        return f"D {in_dim} is no multiple of {SWIZZLE_RUN}: {ELSE}"
     if out_dim % WGMMA_ROWS:
         return f"F {out_dim} is no multiple of {WGMMA_ROWS}: pad the weight, or {ELSE}"
     return None
@@ -120,6 +122,7 @@ def _call(
 ) -> jax.Array:
     b = s.blocks
     scales = [scale.reshape(s.out_dim)] if s.per_channel else [scale] if offset is None else [scale, offset]
+    width = math.gcd(s.in_dim, CHUNK)  # TMA cuts rows into whole runs of a swizzle
     x_scales = []
     if x_scale is not None:
         x_scales = [jnp.pad(x_scale[:, 0], (0, s.steps_t * b.block_t - s.num_tokens))]
@@ -133,10 +136,10 @@ def _call(
         thread_name="warpgroup",
         scratch_types=[
             plgpu.SMEM(
-                (b.num_stages, BLOCK_F, b.block_d), s.weight_dtype, transforms=_swizzle(CHUNK, s.weight_dtype)
+                (b.num_stages, BLOCK_F, b.block_d), s.weight_dtype, transforms=_swizzle(width, s.weight_dtype)
             ),
             plgpu.SMEM(
-                (b.num_stages, b.block_t, b.block_d), s.x_dtype, transforms=_swizzle(CHUNK, s.x_dtype)
+                (b.num_stages, b.block_t, b.block_d), s.x_dtype, transforms=_swizzle(width, s.x_dtype)
             ),
             plgpu.SMEM(
                 (COMPUTE_WARPGROUPS, b.block_t, WGMMA_ROWS),
@@ -219,12 +222,11 @@ def _kernel(s: Schedule, x_ref, weight_ref, *refs):
         sums = plgpu.layout_cast(sums, plgpu.Layout.WGMMA)
         sums = lax.fori_loop(first_step, end_step, multiply_step, sums).astype(jnp.float32)
         if s.per_channel:
-            sums = sums * lax.broadcast_in_dim(_load_column(scale_refs[0].at[outputs]), sums.shape, [0])
-        if s.x_dtype == jnp.int8:
-            x_scale = plgpu.load(
-                scale_refs[1].at[tokens], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False
-            )
-            sums = sums * lax.broadcast_in_dim(x_scale, sums.shape, [1])
+            scale_ref, *x_scale_refs = scale_refs
+            sums = sums * lax.broadcast_in_dim(_load_column(scale_ref.at[outputs]), sums.shape, [0])
+            for ref in x_scale_refs:
+                x_scale = plgpu.load(ref.at[tokens], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
+                sums = sums * lax.broadcast_in_dim(x_scale, sums.shape, [1])
         sums = plgpu.layout_cast(sums.astype(s.sum_dtype), plgpu.Layout.WGMMA_TRANSPOSED)
         sums_smem.at[warpgroup].T[...] = sums
         plgpu.commit_smem()
@@ -275,6 +277,6 @@ def _swizzle(width: int, dtype: jax.typing.DTypeLike) -> tuple[Any, ...]:
     bits = jax.dtypes.itemsize_bits(dtype)
     lanes = min(width, 128 * 8 // bits)
     return (
-        plgpu.TilingTransform((8, lanes)),  # type: ignore[abstract]  # mypy sees protocols' empty bodies
+        plgpu.TilingTransform((TILE_ROWS, lanes)),  # type: ignore[abstract]  # mypy sees protocols' empty bodies
         plgpu.SwizzleTransform(lanes * bits // 8),  # type: ignore[abstract]
     )

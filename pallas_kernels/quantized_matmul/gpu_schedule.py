@@ -10,7 +10,6 @@ COMPUTE_WARPGROUPS = 2
 WGMMA_ROWS = 64  # outputs of one warpgroup
 BLOCK_F = COMPUTE_WARPGROUPS * WGMMA_ROWS
 CHUNK = 128  # inputs that are widened in registers at once; whole groups
-TMA_ROW_ALIGNMENT = 16  # bytes between rows of an array that TMA reads
 
 
 class Blocks(NamedTuple):
