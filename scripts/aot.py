@@ -147,7 +147,10 @@ def smoke() -> list[str]:
         if not whole["ok"]:
             wrong.append(f"smollm2-135m on {target}: {whole['error']}")
         for only in SMOKE_KERNELS[targets.find(target).platform]:
-            for record in kernels(target, only):
+            found = list(kernels(target, only))
+            if not found:
+                wrong.append(f"no kernel case on {target} is named {only}")
+            for record in found:
                 print(json.dumps(record), flush=True)
                 if record["result"] != "compiled":
                     wrong.append(f"{record['case']} on {target}: {record['result']} {record.get('why', '')}")
