@@ -100,6 +100,12 @@ def compile_all(target: str) -> None:
 def table(records: list[dict[str, Any]]) -> list[str]:
     """Rows of dtype and K; a column per layout and head_dim."""
     columns = list(dict.fromkeys((r["layout"], r["head_dim"]) for r in records))
+    found = {
+        (r["layout"], r["head_dim"], r["dtype"], r["num_kv_heads"]): f"{r['ratio']:.2f}"
+        if "ratio" in r
+        else "rejected"
+        for r in records
+    }
     lines = []
     for kind in ("pages", "scales"):
         mine = [column for column in columns if column[0].startswith(kind)]
@@ -113,12 +119,7 @@ def table(records: list[dict[str, Any]]) -> list[str]:
         for dtype, k in rows:
             cells = []
             for layout, h in mine:
-                record = next(
-                    r
-                    for r in records
-                    if (r["layout"], r["head_dim"], r["dtype"], r["num_kv_heads"]) == (layout, h, dtype, k)
-                )
-                cells.append(f"{record['ratio']:.2f}" if "ratio" in record else "rejected")
+                cells.append(found.get((layout, h, dtype, k), "not run"))
             lines.append(f"| {dtype} | {k} | {' | '.join(cells)} |")
         lines.append("")
     return lines
