@@ -160,20 +160,23 @@ def smoke() -> list[str]:
     return wrong
 
 
+def _not_run(name: str, complete: dict[str, bool]) -> str:
+    """What is missing of a model or of the kernels; `complete` has the targets that ran, all of it or a part."""
+    never = [chip for chip in CHIPS if chip not in complete]
+    part = [chip for chip, whole in complete.items() if not whole]
+    texts = [f"the other programs of {name} on {', '.join(part)}"] if part else []
+    return "; ".join(texts + ([f"{name} on {', '.join(never)}"] if never else []))
+
+
 def document(records: list[dict[str, Any]], layout: str) -> str:
     """docs/aot.md."""
     ran = [r for r in records if r["kind"] == "program"]
     wholes = [r for r in records if r["kind"] == "model"]
     versions = {name: number for r in wholes for name, number in r["versions"].items()}
-    done = {(r["model"], r["target"]): r["complete"] for r in wholes}
-    missing = [
-        f"{model} on {chip}{' (in part)' if (model, chip) in done else ''}"
-        for model in MODELS
-        for chip in CHIPS
-        if not done.get((model, chip))
-    ]
     cases = [r for r in records if r["kind"] == "kernel"]
-    missing += [f"kernels on {t}" for t in CHIPS if t not in {r["target"] for r in cases}]
+    lists = [_not_run(m, {r["target"]: r["complete"] for r in wholes if r["model"] == m}) for m in MODELS]
+    lists.append(_not_run("kernels", {r["target"]: True for r in cases}))
+    missing = list(filter(None, lists))
     lines = [
         "# Programs compiled for chips that are not attached",
         "",
@@ -188,7 +191,7 @@ def document(records: list[dict[str, Any]], layout: str) -> str:
         "",
         f"Options: {', '.join(f'`{k}={v}`' for k, v in OPTIONS.items())}, else the defaults of `LLM`.",
         "",
-        f"Not run yet: {', '.join(missing) or 'nothing is missing'}.",
+        f"Not run yet: {'; '.join(missing) or 'nothing is missing'}.",
         "",
         "## Programs",
         "",
@@ -233,6 +236,7 @@ def main() -> None:
     parser.add_argument(
         "--programs", help='names with ; between, such as "decode[64,1] greedy"; default: all'
     )
+    parser.add_argument("--layout", type=Path, help="what page_layout.py printed; default: it is run")
     options = parser.parse_args()
     if options.smoke:
         start = time.perf_counter()
