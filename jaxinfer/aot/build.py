@@ -16,6 +16,7 @@ from jaxinfer import defaults, models, planner, sampling
 from jaxinfer import kv_cache as kv
 from jaxinfer.aot.options import DEFAULTS
 from jaxinfer.kv_cache import KVCacheSpec
+from jaxinfer.loading import given_model, quantized
 from jaxinfer.planner.shape import read_config
 from jaxinfer.sampling import SamplingBatch
 from jaxinfer.scheduler import SchedulerConfig
@@ -47,7 +48,8 @@ class Build:
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
-    weights_bytes: int
+    weights: Any  # shapes
+    quantize: str | None
     plan_problem: str | None  # why the engine would refuse these settings before it compiles anything
     matmul_precision: str | None
 
@@ -56,6 +58,7 @@ class Build:
         """Keyword arguments with which `LLM` builds these very programs."""
         return {
             "dtype": self.config.dtype,
+            "quantize": self.quantize,
             "max_model_len": self.max_model_len,
             "max_num_seqs": self.max_num_seqs,
             "max_num_batched_tokens": self.max_num_batched_tokens,
@@ -65,6 +68,10 @@ class Build:
             "matmul_precision": self.matmul_precision,
             "decode_steps": self.buckets.decode_steps,
         }
+
+    @property
+    def weights_bytes(self) -> int:
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self.weights))
 
     def programs(self) -> dict[str, Program]:
         """All programs of the engine's warm-up, by name."""
@@ -76,11 +83,9 @@ class Build:
 
     def state(self) -> tuple[Any, kv.KVCache, sampling.RowState]:
         """Shapes of weights, cache and row state."""
-        leaves, structure = weight_leaves(self.module, self.config)
-        weights = jax.tree.unflatten(structure, leaves.values())
         cache = jax.eval_shape(partial(kv.init, self.spec))
         rows = jax.eval_shape(partial(sampling.init_row_state, self.max_num_seqs, self.max_model_len))
-        return weights, cache, rows
+        return self.weights, cache, rows
 
     def arguments(self, program: Program, sharding: jax.sharding.Sharding | None) -> tuple:
         """Shapes of the arguments of a program, placed by `sharding`; None leaves them to the default device."""
@@ -118,6 +123,11 @@ def build(model: str, options: Mapping[str, Any], device: AbsentDevice) -> Build
         raise ValueError(
             f"max_model_len={max_model_len} is over the model's own maximum of {longest} positions"
         )
+    leaves, structure = weight_leaves(module, config)
+    weights = jax.tree.unflatten(structure, leaves.values())
+    found, weights_bytes = quantized(given_model(config, weights, module, None), o["quantize"], device)
+    if o["quantize"] is not None:
+        weights = jax.eval_shape(found.in_form, weights)
     buckets = Buckets.default(
         o["max_num_seqs"], o["max_num_batched_tokens"], o["decode_steps"], device.platform
     )
@@ -149,6 +159,7 @@ def build(model: str, options: Mapping[str, Any], device: AbsentDevice) -> Build
             num_pages=o["num_pages"],
             kv_cache_memory_bytes=o["kv_cache_memory_bytes"],
             gpu_memory_utilization=o["gpu_memory_utilization"],
+            weights_bytes=weights_bytes,
         )
         num_pages = plan.num_pages
     except planner.PlanError as error:
@@ -163,7 +174,8 @@ def build(model: str, options: Mapping[str, Any], device: AbsentDevice) -> Build
         max_model_len=max_model_len,
         max_num_seqs=o["max_num_seqs"],
         max_num_batched_tokens=o["max_num_batched_tokens"],
-        weights_bytes=planner.shape.ModelShape.from_config(module, config).weights_bytes(),
+        weights=weights,
+        quantize=o["quantize"],
         plan_problem=problem,
         matmul_precision=defaults.matmul_precision(o["matmul_precision"], config.dtype),
     )

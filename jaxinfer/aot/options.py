@@ -5,6 +5,7 @@ from typing import Any
 # Defaults of LLM; tests/jaxinfer/test_aot.py compares them.
 DEFAULTS: dict[str, Any] = {
     "dtype": "auto",
+    "quantize": None,
     "max_model_len": None,
     "max_num_seqs": 64,
     "max_num_batched_tokens": 512,
@@ -19,6 +20,5 @@ DEFAULTS: dict[str, Any] = {
 # option -> why a value of it is refused
 UNBUILT = {
     "tensor_parallel_size": "sharding is not built yet: compile for one device, and leave it out",
-    "quantize": "quantized weights are not built yet: leave it out",
     "kv_cache_dtype": "quantized pages are not built yet: pages have the dtype of the model; leave it out",
 }

@@ -92,7 +92,7 @@ def nearest_line(options: Mapping[str, Any] | None) -> str:
     if options is None:
         return (
             "nothing fits, not even steps of 32 tokens over one page: take a chip with more memory, or a smaller "
-            "model (sharding and quantized weights are not built yet)"
+            "model (sharding is not built yet)"
         )
     given = " ".join(f"--{key.replace('_', '-')} {value}" for key, value in options.items())
     return f"the largest that fits: {given}"

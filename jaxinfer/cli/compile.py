@@ -26,7 +26,6 @@ Topology = Annotated[
 TensorParallel = Annotated[
     int, typer.Option("--tensor-parallel-size", help="Devices that share the model.", min=1)
 ]
-Quantize = Annotated[str | None, typer.Option(help="Of projections and MLPs.", metavar="FORM")]
 KVDtype = Annotated[str, typer.Option("--kv-cache-dtype", help="Of pages: auto is that of the model.")]
 Largest = Annotated[
     bool,
@@ -48,7 +47,6 @@ def run(
     target: TargetName,
     topology: Topology = None,
     tensor_parallel_size: TensorParallel = 1,
-    quantize: Quantize = None,
     kv_cache_dtype: KVDtype = "auto",
     largest: Largest = False,
     save: Save = None,
@@ -69,7 +67,6 @@ def run(
         topology=topology,
         unbuilt={
             "tensor_parallel_size": None if tensor_parallel_size == 1 else tensor_parallel_size,
-            "quantize": quantize,
             "kv_cache_dtype": None if kv_cache_dtype == "auto" else kv_cache_dtype,
         },
         options=options,

@@ -187,7 +187,7 @@ def test_other_failures_are_not_searched(monkeypatch):
     assert result["nearest"] is None
 
 
-@pytest.mark.parametrize("name", ["tensor_parallel_size", "quantize", "kv_cache_dtype"])
+@pytest.mark.parametrize("name", ["tensor_parallel_size", "kv_cache_dtype"])
 def test_what_is_not_built_is_refused_by_name(name):
     with pytest.raises(NotImplementedError, match=f"{name}='x'.*not built yet"):
         run.compile_model("m", "v5e", unbuilt={name: "x"})
@@ -268,6 +268,17 @@ def test_a_plan_that_the_engine_refuses_is_kept_as_a_sentence(tiny):
     found = build.build(tiny, {"max_model_len": 512}, build.AbsentDevice("tpu", "TPU v5 lite", 2**20))
     assert "does not fit" in (found.plan_problem or "")
     assert found.spec.num_pages == 1 + 512 // 128  # one whole sequence, for the compiler to judge
+
+
+def test_quantized_weights_have_the_shapes_that_the_engine_loads(tiny):
+    cpu = build.AbsentDevice("cpu", "cpu", 8 * GIB)
+    found = build.build(tiny, OPTIONS | {"quantize": "w8a8"}, cpu)
+    with LLM(tiny, **OPTIONS, **AT_ONCE, quantize="w8a8") as llm:
+        ours, theirs = found.weights, llm.engine.weights
+        assert jax.tree.structure(ours) == jax.tree.structure(theirs)
+        shapes = [[(x.shape, x.dtype) for x in jax.tree.leaves(tree)] for tree in (ours, theirs)]
+        assert shapes[0] == shapes[1]
+        assert found.weights_bytes == llm.plan.weights_bytes
 
 
 def test_unknown_options_are_refused(tiny):
