@@ -157,7 +157,10 @@ def refusal(
             f" {capability} needs: use page_size 32 or more, or {ELSE}"
         )
     if not gpu_decode.fits(1, group, head_dim, compute_capability):
-        return f"{group} query heads per kv head exceed the query tile: {ELSE}"
+        return (
+            f"{group} query heads per kv head of head_dim {head_dim} exceed the query tile, or the shared memory of"
+            f" compute capability {capability}: {ELSE}"
+        )
     is_decode = takes_decode_only(max_q_len, group, head_dim, compute_capability)
     if not is_decode and compute_capability != gpu_prefill.COMPUTE_CAPABILITY:
         return (

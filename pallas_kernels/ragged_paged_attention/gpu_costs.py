@@ -113,7 +113,7 @@ def prefill(
         fetched_end = np.minimum(end * s.block_kv, -(-kv_len // s.fetch_kv) * s.fetch_kv)
         fetched = fetched_end - first_seen // s.fetch_kv * s.fetch_kv
         moved += int(fetched.sum()) * token_bytes(s.head_dim, s.kv_itemsize)
-        for warpgroup in range(gpu_prefill.COMPUTE_WARPGROUPS):
+        for warpgroup in range(s.compute_warpgroups):
             own_start = warpgroup * s.warpgroup_tokens
             own_tokens = np.clip(tokens - own_start, 0, s.warpgroup_tokens)
             own_position = first_position + own_start
@@ -121,7 +121,7 @@ def prefill(
             blocks = np.where(own_tokens > 0, own_end - first_seen_from(own_position) // s.block_kv, 0)
             scores += int(blocks.sum()) * s.block_kv * gpu_prefill.WGMMA_ROWS
     # q and out in tiles and in order: each is read and written by the pass, and once by the kernel
-    tile_elements = s.num_tiles * gpu_prefill.COMPUTE_WARPGROUPS * gpu_prefill.WGMMA_ROWS * s.head_dim
+    tile_elements = s.num_tiles * s.compute_warpgroups * gpu_prefill.WGMMA_ROWS * s.head_dim
     moved += 4 * tile_elements * BYTES + 2 * sum(q_lens) * s.group * s.head_dim * BYTES
     moved += 2 * tile_elements // s.head_dim * F32_BYTES  # lse
     return Cost(s.num_kv_heads * moved, 4 * s.num_kv_heads * scores * s.head_dim, s.num_kv_heads * scores)

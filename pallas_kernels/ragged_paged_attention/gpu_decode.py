@@ -76,9 +76,10 @@ def _tile(max_q_len: int, group: int, head_dim: int, by_tma: bool) -> tuple[int,
 
 
 def fits(max_q_len: int, group: int, head_dim: int, compute_capability: tuple[int, int]) -> bool:
-    """Whether max_q_len query tokens of G heads fit one tile."""
-    by_tma = compute_capability >= mosaic_gpu.FIRST_WITH_TMA
-    return _tile(max_q_len, group, head_dim, by_tma)[1] <= MAX_ROWS
+    """Whether max_q_len query tokens of G heads fit one tile, and the tile the shared memory."""
+    _, tile_rows, _ = _tile(max_q_len, group, head_dim, compute_capability >= mosaic_gpu.FIRST_WITH_TMA)
+    needed = gpu_tuning.most_decode_bytes(tile_rows, head_dim, compute_capability)
+    return tile_rows <= MAX_ROWS and needed <= gpu_tuning.DECODE_LIMITS[compute_capability].block_bytes
 
 
 def make_schedule(

@@ -1,12 +1,13 @@
 """Rows of many query tokens on GPU: TMA, WGMMA and warp specialization, compute capability 9.0 (WGMMA is there alone).
 
 Block schedule: grid (kv head, tile). A tile is `tile_tokens` consecutive query tokens of one row; two compute
-warpgroups take half of them each, times the G heads of the kv head, as 64 rows of a WGMMA tile. A third warpgroup
-fetches K and V by TMA, a page (or a part of a page) per copy, into a ring of `num_stages` buffers of block_kv tokens.
-Blocks above the diagonal and below the window are neither fetched nor computed; only blocks on the edges are masked.
-The softmax is online, in float32 and base 2 (FlashAttention-3, arXiv:2407.08608, without its ping-pong).
-8-bit pages arrive in buffers of their own; the third warpgroup widens them, applies their scales in float32, and puts K
-and V into the ring in q's dtype, as if the pages had it.
+warpgroups (one for a head_dim over 128) take a share of them each, times the G heads of the kv head, as 64 rows of a
+WGMMA tile. A further warpgroup fetches K and V by TMA, a page (or a part of a page) per copy, into a ring of
+`num_stages` buffers of block_kv tokens. Blocks above the diagonal and below the window are neither fetched nor
+computed; only blocks on the edges are masked. The softmax is online, in float32 and base 2 (FlashAttention-3,
+arXiv:2407.08608, without its ping-pong).
+8-bit pages arrive in buffers of their own; the fetching warpgroup widens them, applies their scales in float32, and
+puts K and V into the ring in q's dtype, as if the pages had it.
 Tiles come and leave whole, as [64, H] per warpgroup in tensors laid out by tile: a TMA copy into swizzled memory must
 begin at a multiple of 8 rows, which tokens of a row do not. The passes that put q into tiles and tokens back in order
 are plain JAX; tiles want [K, rows, H] where q and out are [T, N, H], so such passes are needed anyway.
@@ -28,8 +29,6 @@ from pallas_kernels.mosaic_gpu import PIECE_ROWS, TMA_ALIGNMENT
 COMPUTE_CAPABILITY = (9, 0)  # the only one with WGMMA
 LOG2_E = math.log2(math.e)
 WGMMA_ROWS = 64  # of the query tile of one warpgroup
-COMPUTE_WARPGROUPS = 2
-OUT_LANES = 128  # of head_dim in one product with V
 # Registers per thread of a compute and the fetch warpgroup, by bytes of an element of the pages. 2 x 128 x 232 +
 # 128 x 40 fill the 64 K registers of an SM; widening takes more than 40.
 REGISTERS = {2: (232, 40), 1: (216, 80)}
@@ -47,6 +46,7 @@ class Schedule:
     head_dim: int  # H
     page_size: int
     kv_itemsize: int  # bytes of an element of the pages
+    compute_warpgroups: int
     group: int  # query heads per kv head in the tile: G, or more where a token's rows would end off TMA_ALIGNMENT
     num_tiles: int  # upper bound over all ways to cut the tokens into rows
     block_kv: int  # kv tokens per step
@@ -59,7 +59,7 @@ class Schedule:
 
     @property
     def tile_tokens(self) -> int:
-        return COMPUTE_WARPGROUPS * self.warpgroup_tokens
+        return self.compute_warpgroups * self.warpgroup_tokens
 
 
 def make_schedule(
@@ -75,17 +75,21 @@ def make_schedule(
         group += 1
     block_kv = 128 if head_dim <= 128 else 64
     row_bytes = head_dim * 2
-    smem_bytes = SMEM_BYTES - COMPUTE_WARPGROUPS * WGMMA_ROWS * row_bytes  # q, then out
+    # ptxas gives a thread of three warpgroups 168 registers, of two 255 (it ignores setmaxnreg, LOG.md), and a sum of
+    # 64 rows of head_dim 256 takes 128.
+    compute_warpgroups = 2 if head_dim <= 128 else 1
+    smem_bytes = SMEM_BYTES - compute_warpgroups * WGMMA_ROWS * row_bytes  # q, then out
     if kv_itemsize == 1:  # room for the 8-bit buffers; WGMMA takes no fewer than 64
         block_kv = 64
         smem_bytes -= RAW_STAGES * block_kv * 2 * head_dim
     num_stages = smem_bytes // (2 * block_kv * row_bytes)
-    tile_tokens = COMPUTE_WARPGROUPS * (WGMMA_ROWS // group)
+    tile_tokens = compute_warpgroups * (WGMMA_ROWS // group)
     return Schedule(
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         page_size=page_size,
         kv_itemsize=kv_itemsize,
+        compute_warpgroups=compute_warpgroups,
         group=group,
         num_tiles=num_tokens // tile_tokens + min(num_rows, num_tokens),
         block_kv=block_kv,
@@ -107,7 +111,7 @@ def add_product(out: jax.Array, weights: jax.Array, values_ref) -> jax.Array:
 
 
 def _attend(
-    q_ref,  # [num_tiles, K, COMPUTE_WARPGROUPS, WGMMA_ROWS, H]
+    q_ref,  # [num_tiles, K, warpgroups, WGMMA_ROWS, H]
     pages_ref,  # [num_pages, K, page_size, 2H]
     page_table_ref,  # i32[B, P]
     kv_lens_ref,  # i32[B]
@@ -117,9 +121,9 @@ def _attend(
     sinks_ref,  # f32[K, WGMMA_ROWS], base-2 logits; -inf where there is none
     *refs,
     # [scales_ref f32[num_pages, K, 2, page_size], with 8-bit pages]
-    # out_ref     [num_tiles, K, COMPUTE_WARPGROUPS, WGMMA_ROWS, H]
-    # lse_ref     f32[num_tiles, K, COMPUTE_WARPGROUPS, WGMMA_ROWS], base 2
-    # q_smem      [COMPUTE_WARPGROUPS, WGMMA_ROWS, H]; out in the end
+    # out_ref     [num_tiles, K, warpgroups, WGMMA_ROWS, H]
+    # lse_ref     f32[num_tiles, K, warpgroups, WGMMA_ROWS], base 2
+    # q_smem      [warpgroups, WGMMA_ROWS, H]; out in the end
     # k_smem      [num_stages, block_kv, H]
     # v_smem      [num_stages, block_kv, H]
     # q_barriers, k_barriers, v_barriers, k_consumed, v_consumed
@@ -152,9 +156,10 @@ def _attend(
     begin = lax.div(first_seen, block_kv)
     end = pl.cdiv(first_position + tile_tokens, block_kv)
 
-    @pl.when((tile_tokens > 0) & (warpgroup == COMPUTE_WARPGROUPS))
+    @pl.when((tile_tokens > 0) & (warpgroup == s.compute_warpgroups))
     def _fetch_warpgroup():
-        plgpu.set_max_registers(fetch_registers, action="decrease")
+        if s.compute_warpgroups > 1:
+            plgpu.set_max_registers(fetch_registers, action="decrease")
 
         def copy_page_part(block, start, lanes, smem, barrier):
             """Lanes of one part of a page, or an arrival in its stead where no query sees it."""
@@ -265,9 +270,10 @@ def _attend(
         else:
             pl.loop(begin, end)(fetch_block)
 
-    @pl.when((tile_tokens > 0) & (warpgroup < COMPUTE_WARPGROUPS))
+    @pl.when((tile_tokens > 0) & (warpgroup < s.compute_warpgroups))
     def _compute_warpgroup():
-        plgpu.set_max_registers(compute_registers, action="increase")
+        if s.compute_warpgroups > 1:
+            plgpu.set_max_registers(compute_registers, action="increase")
         layout = plgpu.Layout.WGMMA
         own_start = warpgroup * s.warpgroup_tokens  # of this warpgroup's tokens, counted in the tile
         own_tokens = jnp.clip(tile_tokens - own_start, 0, s.warpgroup_tokens)
@@ -287,11 +293,7 @@ def _attend(
 
         peak = plgpu.load(sinks_ref.at[kv_head], layout=layout.reduce(1), optimized=False)
         denominator = jnp.where(peak == -jnp.inf, 0.0, 1.0)
-        # In parts, since a product into all of a large head_dim at once spills.
-        out_lanes = [pl.ds(lane, min(OUT_LANES, head_dim - lane)) for lane in range(0, head_dim, OUT_LANES)]
-        out = tuple(
-            plgpu.layout_cast(jnp.zeros((WGMMA_ROWS, lanes.size), jnp.float32), layout) for lanes in out_lanes
-        )
+        out = plgpu.layout_cast(jnp.zeros((WGMMA_ROWS, head_dim), jnp.float32), layout)
 
         def skip(block, _):
             stage = lax.rem(block - begin, s.num_stages)
@@ -330,15 +332,11 @@ def _attend(
             weights = jnp.exp2(scores - lax.broadcast_in_dim(shift, scores.shape, [0]))
             decay = jnp.exp2(peak - shift)
             denominator = denominator * decay + weights.sum(axis=1)
+            out = out * lax.broadcast_in_dim(decay, out.shape, [0])
             weights = weights.astype(dtype)
 
             plgpu.barrier_wait(v_barriers.at[stage])
-            out = tuple(
-                add_product(
-                    part * lax.broadcast_in_dim(decay, part.shape, [0]), weights, v_smem.at[stage, :, lanes]
-                )
-                for part, lanes in zip(out, out_lanes, strict=True)
-            )
+            out = add_product(out, weights, v_smem.at[stage])
             plgpu.barrier_arrive(v_consumed.at[stage])
             return out, new_peak, denominator
 
@@ -355,9 +353,7 @@ def _attend(
 
         is_live = denominator > 0
         inverse = jnp.where(is_live, 1.0 / denominator, 0.0)
-        for part, lanes in zip(out, out_lanes, strict=True):
-            part = part * lax.broadcast_in_dim(inverse, part.shape, [0])
-            q_smem[warpgroup, :, lanes] = part.astype(dtype)
+        q_smem[warpgroup] = (out * lax.broadcast_in_dim(inverse, out.shape, [0])).astype(dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(q_smem.at[warpgroup], out_ref.at[tile, kv_head, warpgroup])
         lse = jnp.where(is_live, peak + jnp.log2(denominator), -jnp.inf)
@@ -408,8 +404,8 @@ def attend(
     spare_rows = WGMMA_ROWS - live_rows
     tile_sinks = jnp.tile(sinks * LOG2_E, (1, s.warpgroup_tokens))
     tile_sinks = jnp.pad(tile_sinks, ((0, 0), (0, spare_rows)), constant_values=-jnp.inf)
-    # [num_tiles, COMPUTE_WARPGROUPS, warpgroup_tokens, K, group, H] -> q by tile
-    in_tile = jnp.arange(s.tile_tokens).reshape(COMPUTE_WARPGROUPS, s.warpgroup_tokens)
+    # [num_tiles, warpgroups, warpgroup_tokens, K, group, H] -> q by tile
+    in_tile = jnp.arange(s.tile_tokens).reshape(s.compute_warpgroups, s.warpgroup_tokens)
     tile_token = (cu_q_lens[tile_rows] + tile_starts)[:, None, None] + in_tile
     tile_q = q[jnp.clip(tile_token, 0, num_tokens - 1)].transpose(0, 3, 1, 2, 4, 5)
     tile_q = tile_q.reshape(*tile_q.shape[:3], live_rows, s.head_dim)
@@ -423,7 +419,7 @@ def attend(
             plgpu.SMEM((RAW_STAGES, s.block_kv, 2 * s.head_dim), kv_pages.dtype),
             plgpu.Barrier(num_arrivals=parts, num_barriers=RAW_STAGES),
         ]
-    by_tile = (s.num_tiles, s.num_kv_heads, COMPUTE_WARPGROUPS, WGMMA_ROWS)
+    by_tile = (s.num_tiles, s.num_kv_heads, s.compute_warpgroups, WGMMA_ROWS)
     out, lse = mosaic_gpu.kernel(
         functools.partial(
             _attend, schedule=s, sm_scale=sm_scale, sliding_window=sliding_window, soft_cap=soft_cap
@@ -435,17 +431,17 @@ def attend(
         ),
         grid=(s.num_kv_heads, s.num_tiles),
         grid_names=("kv_head", "tile"),
-        num_threads=COMPUTE_WARPGROUPS + 1,
+        num_threads=s.compute_warpgroups + 1,
         thread_name="warpgroup",
         scratch_types=[
-            plgpu.SMEM((COMPUTE_WARPGROUPS, WGMMA_ROWS, s.head_dim), dtype, transforms=transforms),
+            plgpu.SMEM((s.compute_warpgroups, WGMMA_ROWS, s.head_dim), dtype, transforms=transforms),
             plgpu.SMEM((s.num_stages, s.block_kv, s.head_dim), dtype, transforms=transforms),
             plgpu.SMEM((s.num_stages, s.block_kv, s.head_dim), dtype, transforms=transforms),
-            plgpu.Barrier(num_barriers=COMPUTE_WARPGROUPS),
+            plgpu.Barrier(num_barriers=s.compute_warpgroups),
             plgpu.Barrier(num_arrivals=arrivals, num_barriers=s.num_stages),
             plgpu.Barrier(num_arrivals=arrivals, num_barriers=s.num_stages),
-            plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS, num_barriers=s.num_stages),
-            plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS, num_barriers=s.num_stages),
+            plgpu.Barrier(num_arrivals=s.compute_warpgroups, num_barriers=s.num_stages),
+            plgpu.Barrier(num_arrivals=s.compute_warpgroups, num_barriers=s.num_stages),
             *fetch_scratch,
         ],
         compiler_params=plgpu.CompilerParams(approx_math=True),

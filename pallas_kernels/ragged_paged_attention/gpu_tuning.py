@@ -13,20 +13,22 @@ class DecodeLimits(NamedTuple):
 
     stage_bytes: int  # of K|V buffers in one block: with q, weights and out, two blocks share an SM
     target_blocks: int  # two on each SM: a grid with fewer is cut into splits
+    block_bytes: int  # of shared memory that one block can have
 
 
-# Shared memory of an SM is 228 KiB on 9.0 and 10.x, 164 KiB on 8.0 and 8.7, 100 KiB on 8.6, 8.9 and 12.x; SMs are those
-# of the largest chip of each (H100 132, B200 148, A100 108, L40S 142, RTX 5090 170).
+# Shared memory of an SM is 228 KiB on 9.0 and 10.x, 164 KiB on 8.0 and 8.7, 100 KiB on 8.6, 8.9 and 12.x, and one
+# block can have 1 KiB less. SMs are those of the largest chip of each (H100 132, B200 148, A100 108, L40S 142,
+# RTX 5090 170).
 DECODE_LIMITS = {
-    (8, 0): DecodeLimits(64 * KIB, 216),
-    (8, 6): DecodeLimits(32 * KIB, 168),
-    (8, 7): DecodeLimits(64 * KIB, 32),
-    (8, 9): DecodeLimits(32 * KIB, 284),
-    (9, 0): DecodeLimits(72 * KIB, 264),
-    (10, 0): DecodeLimits(72 * KIB, 296),
-    (10, 3): DecodeLimits(72 * KIB, 320),
-    (12, 0): DecodeLimits(32 * KIB, 340),
-    (12, 1): DecodeLimits(32 * KIB, 96),
+    (8, 0): DecodeLimits(64 * KIB, 216, 163 * KIB),
+    (8, 6): DecodeLimits(32 * KIB, 168, 99 * KIB),
+    (8, 7): DecodeLimits(64 * KIB, 32, 163 * KIB),
+    (8, 9): DecodeLimits(32 * KIB, 284, 99 * KIB),
+    (9, 0): DecodeLimits(72 * KIB, 264, 227 * KIB),
+    (10, 0): DecodeLimits(72 * KIB, 296, 227 * KIB),
+    (10, 3): DecodeLimits(72 * KIB, 320, 227 * KIB),
+    (12, 0): DecodeLimits(32 * KIB, 340, 99 * KIB),
+    (12, 1): DecodeLimits(32 * KIB, 96, 99 * KIB),
 }
 MAX_BLOCK_KV, MIN_BLOCK_KV = (
     64,
@@ -51,3 +53,12 @@ def decode_blocks(
         block_kv = min(block_kv, page_size)
         stage_bytes -= block_kv * wide_bytes
     return block_kv, min(max(stage_bytes // (block_kv * token_bytes), 2), MAX_STAGES)
+
+
+def most_decode_bytes(tile_rows: int, head_dim: int, compute_capability: tuple[int, int]) -> int:
+    """Shared memory of a decode block at most: q, float32 out and weights of its tile, K|V buffers, barriers."""
+    tile_bytes = tile_rows * (head_dim * (2 + 4) + MAX_BLOCK_KV * 2)
+    least_stages = (
+        2 * MIN_BLOCK_KV * 2 * head_dim * 2
+    )  # the same with 8-bit pages: half of it, and as much widened
+    return tile_bytes + max(DECODE_LIMITS[compute_capability].stage_bytes, least_stages) + KIB

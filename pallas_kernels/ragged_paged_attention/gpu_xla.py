@@ -22,8 +22,11 @@ def ragged_paged_attention(
     """See the package's docstring.
 
     Raises:
-        NotImplementedError: the decode kernel does not have this combination.
+        NotImplementedError: the decode kernel does not have this combination with one query token per row.
     """
+    reason = gpu.refusal(q, kv_pages, 1, compute_capability)
+    if reason is not None:
+        raise NotImplementedError(f"ragged_paged_attention implementation 'gpu_xla': {reason}")
     group, head_dim = q.shape[1] // kv_pages.shape[1], q.shape[2]
     attend: Any = xla.ragged_paged_attention
     if gpu.takes_decode_only(max_q_len, group, head_dim, compute_capability):

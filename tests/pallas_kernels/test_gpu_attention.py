@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import mosaic_gpu
-from pallas_kernels.ragged_paged_attention import gpu, gpu_prefill, reference
+from pallas_kernels.ragged_paged_attention import gpu, gpu_prefill, gpu_xla, reference, xla
 from pallas_kernels.ragged_paged_attention.cases import CASES, CASES_BY_NAME, Case, make_inputs
 
 STATIC = ("sm_scale", "max_q_len", "sliding_window", "soft_cap")
@@ -194,8 +194,29 @@ def test_same_call_twice_gives_the_same_bits():
         (in_bfloat16(Case("x", 2, 1, 72, 16, (1,), (1,))), (9, 0), r"head_dim 72.*xla"),
         (in_bfloat16(Case("x", 2, 1, 64, 24, (1,), (1,))), (9, 0), r"page_size 24.*xla"),
         (in_bfloat16(Case("x", 65, 1, 64, 16, (1,), (1,))), (9, 0), r"65 query heads.*xla"),
+        (
+            in_bfloat16(Case("x", 32, 1, 256, 16, (1,), (1,))),
+            (8, 9),
+            r"32 query heads.*shared memory.*8\.9.*xla",
+        ),
     ],
 )
 def test_what_has_no_kernel_is_refused_with_what_works(case, capability, message):
     with pytest.raises(NotImplementedError, match=message):
         gpu.ragged_paged_attention(**make_inputs(case, seed=0), compute_capability=capability)
+
+
+def test_gpu_xla_decodes_on_gpu_and_prefills_in_xla(monkeypatch):
+    """Which of the two a call takes is in its shapes; a GPU without a decode kernel is refused for both."""
+    calls = []
+    monkeypatch.setattr(gpu, "ragged_paged_attention", lambda *_, **options: calls.append(options))
+    decode = make_inputs(in_bfloat16(CASES_BY_NAME["smollm2_decode"]), seed=0)
+    assert gpu_xla.ragged_paged_attention(**decode, compute_capability=(8, 0)) is None
+    assert [options["compute_capability"] for options in calls] == [(8, 0)]
+    prefill = make_inputs(in_bfloat16(CASES_BY_NAME["smollm2_prefill_one"]), seed=0)
+    out = gpu_xla.ragged_paged_attention(**prefill, compute_capability=(8, 0))
+    np.testing.assert_array_equal(out, xla.ragged_paged_attention(**prefill))
+    assert len(calls) == 1
+    for inputs in (decode, prefill):
+        with pytest.raises(NotImplementedError, match=r"gpu_xla.*7\.5 is none of 8\.0.*xla"):
+            gpu_xla.ragged_paged_attention(**inputs, compute_capability=(7, 5))
