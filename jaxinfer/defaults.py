@@ -27,6 +27,9 @@ class Device(Protocol):
     @property
     def platform(self) -> str: ...
 
+    @property
+    def device_kind(self) -> str: ...
+
     def memory_stats(self) -> dict[str, int] | None: ...
 
 
@@ -79,10 +82,14 @@ def matmul_precision(name: str | None, dtype: str) -> str | None:
     return "highest" if name is None and dtype == "float32" else name
 
 
-def tile(batch_invariant: bool, device: Device, implementation: str) -> int | None:
+def tile(batch_invariant: bool, device: Device, implementation: str, quantize: str | None) -> int | None:
     """Tokens that a step works on together, None for all. Raises ValueError where invariance is not proven."""
     if not batch_invariant:
         return None
+    if quantize is not None:
+        raise ValueError(
+            f"batch_invariant=True is not proven with quantize={quantize!r}: leave one of them out"
+        )
     if device.platform != "cpu" or implementation != "xla":
         raise ValueError(
             "batch_invariant=True is proven on CPUs with implementation='xla' alone, not on "

@@ -481,7 +481,7 @@ class Engine:
 
     def _commit(self, in_flight: _InFlight) -> list[Advance]:
         scheduled, output, pieces, record, done = in_flight
-        record.late, record.read = output.tokens.is_ready(), self.clock()
+        record.late, record.read = output.tokens.is_ready(), self.clock()  # type: ignore[attr-defined]
         # The one read of a step; arrays [k, B, ...] of what was drawn, [S, ...] of prompt tokens.
         host: SampleOutput
         host, scores = jax.device_get((output, [piece.output for piece in pieces]))

@@ -188,7 +188,7 @@ class LLM:
             page_size=page_size,
             implementation=implementation,
         )
-        tile = defaults.tile(batch_invariant, device, spec.implementation)
+        tile = defaults.tile(batch_invariant, device, spec.implementation, quantize)
         plan = planner.check(
             found.module,
             config,

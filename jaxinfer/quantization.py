@@ -102,7 +102,8 @@ def quantize_leaf(axes: tuple[str, ...], weight: jax.Array, w8a8: str) -> jax.Ar
     """
     if len(axes) < 2 or "embed" not in axes or "vocab" in axes:
         return weight
-    return QuantizedTensor(*_int8_codes(weight, len(axes) - 1 if axes[0] == "embed" else 1), w8a8)
+    qvalue, scale = _int8_codes(weight, len(axes) - 1 if axes[0] == "embed" else 1)
+    return QuantizedTensor(qvalue=qvalue, scale=scale, w8a8=w8a8)
 
 
 def is_axes(node: Any) -> bool:

@@ -313,7 +313,7 @@ def score(
         logits = model.unembed(config, weights, hidden)  # f32[S, V]
         return sampling.with_logprobs(targets, logits, num_logprobs)
 
-    return map_tiles(of, (hidden[index], targets), tile, len(index))
+    return map_tiles(of, (hidden[index], targets), tile, jnp.int32(len(index)))
 
 
 def run_steps(
@@ -405,23 +405,21 @@ class Programs:
           ValueError: a saved program was compiled from other settings.
         """
         with self._lock:
-            future = self._programs.get(program)
-            is_new = future is None
-            if is_new:
+            known = self._programs.get(program)
+            if known is None:
                 if self.warm:
                     self._late(program)
                 future = self._programs[program] = Future()
-        if is_new:
-            try:
-                jitted = self._jit(program, arguments)
-                future.set_result(
-                    self._make(str(program), jitted, arguments, self.identity(program, arguments))
-                )
-            except BaseException as error:
-                with self._lock:
-                    del self._programs[program]  # whoever asks next tries again
-                future.set_exception(error)
-                raise
+        if known is not None:
+            return known.result()
+        try:
+            jitted = self._jit(program, arguments)
+            future.set_result(self._make(str(program), jitted, arguments, self.identity(program, arguments)))
+        except BaseException as error:
+            with self._lock:
+                del self._programs[program]  # whoever asks next tries again
+            future.set_exception(error)
+            raise
         return future.result()
 
     def helper(self, function: Callable, arguments: tuple) -> Callable[..., Any]:

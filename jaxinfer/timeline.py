@@ -54,8 +54,8 @@ def events(recording: Recording) -> list[dict[str, Any]]:
         begin = max(step.dispatched, device_free)
         bar(ENGINE, DEVICE, f"{number}: {title}", min(begin, step.done), step.done, **facts)
         device_free = step.done
-        for row in step.rows:
-            bar(SEQUENCES, rows[row.name], _doing(step, row.num_accepted), min(begin, step.done), step.done)
+        for part in step.rows:
+            bar(SEQUENCES, rows[part.name], _doing(step, part.num_accepted), min(begin, step.done), step.done)
         found += [
             _counter("rows", step.begun - origin, running=step.num_running, waiting=step.num_waiting),
             _counter("pages", step.begun - origin, used=step.pages_used),

@@ -18,6 +18,7 @@ from jaxinfer.planner import hardware
 from jaxinfer.planner.hardware import Hardware
 from jaxinfer.planner.simulate import percentile
 from jaxinfer.planner.utilization import Utilization
+from jaxinfer.prompts import Prompt
 from jaxinfer.records import Record
 from jaxinfer.request import RequestOutput, SamplingParams
 
@@ -115,9 +116,16 @@ def card(llm: LLM, lengths: Sequence[tuple[int, int]], facts: Hardware | None) -
     )
 
 
+def _turned(prompt: Prompt) -> Prompt:
+    """The prompt from its end to its start: the same length, and nothing that a cache would know."""
+    if not isinstance(prompt, Mapping):
+        return prompt[::-1]
+    return {name: value[::-1] for name, value in prompt.items()}
+
+
 def warm(llm: LLM, offers: Sequence[Offer], fields: Mapping[str, Any]) -> None:
     """Compiles what the load needs: a few of its requests turned round, then all programs of the buckets."""
-    turned = [Offer(offer.prompt[::-1], offer.output_len) for offer in offers[:WARM_REQUESTS]]
+    turned = [Offer(_turned(offer.prompt), offer.output_len) for offer in offers[:WARM_REQUESTS]]
     drive(llm, turned, fields)
     llm.warmup(use_tqdm=False)
     llm.engine.drain()
@@ -161,7 +169,7 @@ def drive(
     start = clock()
 
     def submit(due: Sequence[Offer]) -> list[Record]:
-        params = [SamplingParams(**{"ignore_eos": True} | fields | {"max_tokens": o.output_len}) for o in due]
+        params = [SamplingParams(**{"ignore_eos": True, **fields, "max_tokens": o.output_len}) for o in due]
         added = llm._submit([offer.prompt for offer in due], params, None)
         for record, offer in zip(added, due, strict=True):
             if record.error is not None:
@@ -174,7 +182,7 @@ def drive(
 
     try:
         while coming or loop.records:
-            due = []
+            due: list[Offer] = []
             while coming and (
                 start + coming[0].time_s <= clock()
                 if max_under_way is None

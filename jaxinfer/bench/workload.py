@@ -111,7 +111,8 @@ def read_offers(path: Path, output: Lengths, *, count: int | None = None, seed: 
                 raise ValueError(
                     f"{path} line {number}: max_tokens={length!r} must be a whole number from 1 on"
                 )
-            offers.append(Offer(value.get("prompt", value.get("prompt_token_ids")), length))
+            prompt = value["prompt"] if "prompt" in value else value["prompt_token_ids"]
+            offers.append(Offer(prompt, length))
     if not offers:
         raise ValueError(f"{path} has no requests")
     return offers

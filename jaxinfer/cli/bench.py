@@ -178,9 +178,9 @@ def run(
             result = bench.run(llm, offers, fields, max_under_way=1 if mode == "latency" else None)
         if recording is not None:
             recording.close()
-        if trace is not None:
+        if recording is not None and trace is not None:
             timeline.write(recording, trace)
-        if plot is not None:
+        if recording is not None and plot is not None:
             from jaxinfer.planner import plots
 
             plots.plot_recording(recording, llm.engine.spec.num_pages - 1, plot)

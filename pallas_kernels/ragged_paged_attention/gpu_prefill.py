@@ -16,6 +16,7 @@ are plain JAX; tiles want [K, rows, H] where q and out are [T, N, H], so such pa
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -135,9 +136,9 @@ def _attend(
 ):
     s = schedule
     is_quantized = s.kv_itemsize == 1
-    scales_ref, *refs = refs if is_quantized else (None, *refs)
-    out_ref, lse_ref, q_smem, k_smem, v_smem, *refs = refs
-    q_barriers, k_barriers, v_barriers, k_consumed, v_consumed, *fetch_refs = refs
+    scales_ref, *rest = refs if is_quantized else (None, *refs)
+    out_ref, lse_ref, q_smem, k_smem, v_smem, *rest = rest
+    q_barriers, k_barriers, v_barriers, k_consumed, v_consumed, *fetch_refs = rest
     compute_registers, fetch_registers = REGISTERS[s.kv_itemsize]
     dtype, head_dim, block_kv, group = q_smem.dtype, s.head_dim, s.block_kv, s.group
     kv_head, tile, warpgroup = lax.axis_index("kv_head"), lax.axis_index("tile"), lax.axis_index("warpgroup")
@@ -413,7 +414,7 @@ def attend(
     parts = s.block_kv // s.fetch_kv  # copies of a block
     scales = () if kv_scales is None else (kv_scales,)
     arrivals = parts if kv_scales is None else 1
-    fetch_scratch = [plgpu.Barrier(num_arrivals=parts)]
+    fetch_scratch: list[Any] = [plgpu.Barrier(num_arrivals=parts)]
     if kv_scales is not None:
         fetch_scratch = [
             plgpu.SMEM((RAW_STAGES, s.block_kv, 2 * s.head_dim), kv_pages.dtype),

@@ -194,7 +194,17 @@ def test_tiles_behind_the_live_ones_are_left_out():
     assert out[: 2 * TILE].min() == 2 and out[2 * TILE :].max() == 0
 
 
-@pytest.mark.parametrize("implementation", ["reference", "gpu"])
-def test_refused_where_it_is_not_proven(implementation):
-    with pytest.raises(ValueError, match="batch_invariant=True is proven on CPUs with implementation='xla'"):
-        make_llm("llama_gqa", "float32", 16, 1, 1, implementation=implementation)
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (
+            {"implementation": "reference"},
+            "proven on CPUs with implementation='xla' alone, not on cpu with 'reference'",
+        ),
+        ({"implementation": "gpu"}, "proven on CPUs with implementation='xla'"),
+        ({"quantize": "w8a8"}, "not proven with quantize='w8a8'"),
+    ],
+)
+def test_refused_where_it_is_not_proven(options, message):
+    with pytest.raises(ValueError, match=message):
+        make_llm("llama_gqa", "float32", 16, 1, 1, **options)

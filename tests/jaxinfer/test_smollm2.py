@@ -26,7 +26,7 @@ def llm():
     buckets = Buckets(prefill=((256, 32),), decode=(32,), decode_steps=1, max_multi_step_rows=1)
     with LLM(
         MODEL, dtype="float32", max_model_len=512, max_num_seqs=32, max_num_batched_tokens=256, decode_steps=1,
-        buckets=buckets,
+        buckets=buckets, background_compile=False,
     ) as llm:  # fmt: skip
         yield llm
 
