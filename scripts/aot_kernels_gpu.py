@@ -113,6 +113,7 @@ def cases(capability: tuple[int, int]) -> dict:
         ("llama3_8b_unembed", "int8", 64),
         *(("smollm2_q", form, 7) for form in ("int8", "q4_1", "w8a8")),
         ("qwen3_0.6b_q", "int4", 64),
+        ("qwen3_0.6b_o", "int8", 11),
         ("gemma3_1b_down", "int4", 512),
         ("gemma3_1b_unembed", "int8", 1),
     ]
