@@ -25,6 +25,8 @@ import numpy as np
 if TYPE_CHECKING:
     from jaxinfer.bench.workload import Offer
 
+DECODE_STEPS = 8
+
 
 def workload(name: str, seed: int, llm: Any) -> "list[Offer]":
     from jaxinfer.bench.workload import Lengths, Offer, random_offers
@@ -64,6 +66,9 @@ def main() -> None:
     from jaxinfer import LLM
     from jaxinfer.bench.run import card, drive, run
     from jaxinfer.planner import hardware
+    from jaxinfer.sampling import Variant
+    from jaxinfer.step import Buckets
+    from jaxinfer.tiles import TILE
 
     fields = {"temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k}
     page_size = args.page_size if args.page_size == "auto" else int(args.page_size)
@@ -77,7 +82,13 @@ def main() -> None:
         enable_prefix_caching=False,
         background_compile=False,
     )
-    llm = LLM(args.model, batch_invariant=args.batch_invariant, **options)
+    # Half of the default programs: those of the variant that is measured.
+    variant: Variant = "greedy" if args.temperature == 0 else "sample"
+    tile = TILE if args.batch_invariant else None
+    sizes = options["max_num_seqs"], args.max_num_batched_tokens, DECODE_STEPS, jax.default_backend()
+    plain_buckets, buckets = (replace(Buckets.default(*sizes, t), variants=(variant,)) for t in (None, tile))
+    options["decode_steps"] = DECODE_STEPS
+    llm = LLM(args.model, batch_invariant=args.batch_invariant, buckets=buckets, **options)
     work = workload(args.workload, args.seed, llm)
     drive(llm, [replace(work[0], prompt=work[0].prompt[:32], output_len=1)], fields)
     start_s = time.perf_counter() - begin
@@ -96,7 +107,7 @@ def main() -> None:
     drive(llm, shadow, fields)
     llm.warmup(use_tqdm=False)
 
-    plain = LLM(args.model, **options) if args.batch_invariant else None
+    plain = LLM(args.model, buckets=plain_buckets, **options) if args.batch_invariant else None
     if plain is not None:
         drive(plain, shadow, fields)
         plain.warmup(use_tqdm=False)

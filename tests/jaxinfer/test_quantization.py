@@ -69,6 +69,18 @@ def test_products_are_those_of_the_codes(name, w8a8):
     np.testing.assert_allclose(got, want, rtol=RELATIVE, atol=1e-9)
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+def test_products_of_one_row_of_bfloat16_are_those_of_many(rows):
+    """One row takes a way of its own on CPU. Sums of D terms in float32: D units of 2**-24 of the terms' sum."""
+    x, weight = random((rows, 300), 1), random((50, 300), 2)
+    x, weight = (jnp.asarray(a, jnp.bfloat16) for a in (x, weight))
+    got = quantization.project(x, weight, out_dtype=jnp.float32)
+    exact = [np.asarray(a, np.float64) for a in (x, weight)]
+    bound = 300 * 2.0**-24 * (np.abs(exact[0]) @ np.abs(exact[1]).T)
+    assert got.dtype == jnp.float32 and got.shape == (rows, 50)
+    assert (np.abs(got - exact[0] @ exact[1].T) <= bound).all()
+
+
 def open_llm(quantize, name="llama_gqa", **options):
     _, config, weights = load(name)
     options = {"max_num_batched_tokens": 16, "max_num_seqs": 2, "max_model_len": 32} | options
