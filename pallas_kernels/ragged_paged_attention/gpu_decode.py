@@ -19,6 +19,7 @@ device memory into registers one block ahead.
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -148,7 +149,8 @@ def _attend(
     scales_ref, *rest = refs if is_quantized else (None, *refs)
     out_ref, lse_ref, q_smem, kv_smem, weights_smem, out_smem, *rest = rest
     wide_smem, *rest = rest if is_quantized else (None, *rest)
-    kv_barriers, q_barrier = rest if s.by_tma else (None, None)
+    barriers: Any = rest if s.by_tma else (None, None)
+    kv_barriers, q_barrier = barriers
     dtype, head_dim, block_kv = q_smem.dtype, s.head_dim, s.block_kv
     split, kv_head, row = lax.axis_index("split"), lax.axis_index("kv_head"), lax.axis_index("row")
     acc_layout = plgpu.Layout.MMA_ACC(dtype, m_warps=s.m_warps)
