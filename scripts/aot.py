@@ -45,6 +45,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 CHIPS = [name for name, target in targets.TARGETS.items() if target.platform != "cpu"]
 OPTIONS = {"max_model_len": 4096}
+STARTS = 3  # of each kind
 SLOWER_START = 2.0  # seconds that looking for a TPU or GPU may take
 SMOKE_TARGETS = ("v5e", "v6e", "h200")
 SMOKE_PROGRAMS = ("prefill[32,32] greedy", "decode[64,1] greedy")
@@ -128,12 +129,18 @@ print(jax.devices()[0].platform, jax.jit(lambda x: x + 1)(1), time.perf_counter(
 
 def plain_start() -> list[str]:
     """What the installed compilers change about a start on the CPU: its backend, its result, or its time."""
-    found = {}
-    for name, environment in {"plain": {}, "told": {"JAX_PLATFORMS": "cpu"}}.items():
-        command = [sys.executable, "-c", PLAIN_START]
-        done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
-        found[name] = done.stdout.split()
-        print(f"{name} start: {done.stdout.strip()} {done.stderr.strip()[-200:]}", flush=True)
+    kinds: dict[str, dict[str, str]] = {"plain": {}, "told": {"JAX_PLATFORMS": "cpu"}}
+    found: dict[str, list[str]] = {}
+    for _ in range(
+        STARTS
+    ):  # in turn, and the fastest of each: the first one reads the libraries from the disk
+        for name, environment in kinds.items():
+            command = [sys.executable, "-c", PLAIN_START]
+            done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
+            print(f"{name} start: {done.stdout.strip()} {done.stderr.strip()[-200:]}", flush=True)
+            now = done.stdout.split()
+            if name not in found or float(now[2]) < float(found[name][2]):
+                found[name] = now
     slower = float(found["plain"][2]) - float(found["told"][2])
     same = found["plain"][:2] == ["cpu", "2"]
     return [] if same and slower < SLOWER_START else [f"a plain start is not what it was: {found}"]
