@@ -10,6 +10,7 @@ import pytest
 from checkpoints import fetch
 from jaxinfer import LLM, SamplingParams
 from jaxinfer.step import Buckets
+from scripts.eval_items import make_items
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 MODEL = "smollm2-135m-instruct"
@@ -50,6 +51,19 @@ def test_greedy_tokens_and_logprobs_equal_transformers(llm):
     assert worst < 1e-4
     assert tolerated <= 1
     assert compared >= 31 * TOKENS
+
+
+@pytest.mark.parametrize("score", ["letters", "options"])
+def test_choices_by_log_likelihood_equal_transformers(llm, score):
+    """A few of the items of scripts/bench_eval.py, which compares all of them: two subjects, shared preambles."""
+    items, scores = make_items(), np.load(GOLDEN / "eval.npz")[score]
+    chosen = [0, 8, 16, 176, 184, 192]
+    prompts = [items[i].prompt for i in chosen for _ in range(4)]
+    continuations = [text for i in chosen for text in items[i].continuations(score)]
+    results = llm.loglikelihood(prompts, continuations, use_tqdm=False)
+    ours = np.array([result.logprob for result in results]).reshape(len(chosen), 4)
+    np.testing.assert_allclose(ours, scores[chosen], atol=1e-4 * max(len(r.token_logprobs) for r in results))
+    assert ours.argmax(1).tolist() == scores[chosen].argmax(1).tolist()
 
 
 def test_text_prompts_give_the_same_ids(llm):
