@@ -390,7 +390,7 @@ class Programs:
         self.compile_seconds = 0.0
 
     def __len__(self) -> int:
-        return sum(future.done() for future in list(self._programs.values()))
+        return len(self.compiled())
 
     def get(self, program: Program, arguments: tuple) -> Callable[..., Any]:
         """The executable of `program`, loaded or compiled for `arguments` if it is not there yet.
@@ -421,6 +421,10 @@ class Programs:
             future.set_exception(error)
             raise
         return future.result()
+
+    def compiled(self) -> dict[Program, Callable[..., Any]]:
+        """The executables that are there by now."""
+        return {program: future.result() for program, future in list(self._programs.items()) if future.done()}
 
     def helper(self, function: Callable, arguments: tuple) -> Callable[..., Any]:
         """The executable of a function that takes arrays of one shape each; it owns its first argument."""

@@ -45,7 +45,7 @@ def cached_llm(path: str, options: tuple[tuple[str, Any], ...]) -> LLM:
     """Few programs, since most of the time of these tests is spent compiling."""
     steps = dict(options)["decode_steps"]
     buckets = Buckets(((16, ROWS),), decode=(ROWS,), decode_steps=steps, max_multi_step_rows=ROWS)
-    return LLM(path, buckets=buckets, background_compile=False, **dict(options))
+    return LLM(path, buckets=buckets, **{"background_compile": False, **dict(options)})
 
 
 def records(path: Path) -> list[dict]:

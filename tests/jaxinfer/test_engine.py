@@ -212,7 +212,7 @@ def test_the_cache_is_donated_and_exists_once():
     old = engine._cache
     generate(engine, (SHORT, greedy_params(3)))
     assert all(page.is_deleted() for page in old.pages)
-    for program, compiled in engine.programs._compiled.items():
+    for program, compiled in engine.programs.compiled().items():
         analysis = compiled.memory_analysis()
         assert analysis.alias_size_in_bytes >= engine.spec.total_bytes, program
         assert analysis.temp_size_in_bytes < engine.spec.total_bytes, f"{program} holds a second cache"

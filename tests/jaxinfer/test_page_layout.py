@@ -57,7 +57,7 @@ def test_every_program_keeps_the_layout_and_the_buffer(monkeypatch):
     nowhere = np.zeros(16, np.int32)  # the null page over itself
     arguments = engine._cache, nowhere, nowhere
     engine._cache = engine.programs.helper(kv.copy_pages, arguments)(*arguments)
-    kinds = {(program.kind, program.num_steps) for program in engine.programs._compiled}
+    kinds = {(program.kind, program.num_steps) for program in engine.programs.compiled()}
     assert {("prefill", 1), ("decode", engines.STEPS)} <= kinds
     for page in engine._cache.pages:
         assert page.format.layout.major_to_minor == (0, 1, 3, 2)

@@ -206,8 +206,8 @@ def test_memory_grows_with_a_piece_of_the_prompt_not_with_all_of_it():
     vocab = engine.model_config.vocab_size
     generate(engine, ([5, 6, 7] * 50, scored(1, 1)), ([9] * 20, scored(0, 0)))
     wide = score_program(1024, 20)
-    for program, compiled in engine.programs._compiled.items():
+    for program, compiled in engine.programs.compiled().items():
         temporaries = compiled.memory_analysis().temp_size_in_bytes
         # A few copies of float32[64, V]; float32[1024, V] alone would be sixteen.
         assert temporaries < 6 * 64 * vocab * 4, (program, temporaries / (64 * vocab * 4))
-    assert wide in engine.programs._compiled
+    assert wide in engine.programs.compiled()
