@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from queue import SimpleQueue
@@ -609,6 +610,9 @@ class Engine:
         """Frees device memory: cache, row state, and the weights unless they belong to somebody else."""
         if self._background is not None:
             self._background.stop()
+        for step in self._in_flight:  # a device must not be at work when the process ends
+            with suppress(Exception):  # nobody asks for its result any more
+                jax.block_until_ready(step.output)
         trees = (self._cache, self._rows, self.weights) if weights else (self._cache, self._rows)
         for leaf in jax.tree.leaves(trees):
             if isinstance(leaf, jax.Array) and not leaf.is_deleted():

@@ -4,6 +4,7 @@
 timeline: the last so many, and only if somebody asked for them (`engine.recording = Recording(engine.clock)`).
 """
 
+import atexit
 import math
 import threading
 from collections import Counter, deque
@@ -220,7 +221,9 @@ class Recording:
     def __post_init__(self) -> None:
         self.steps, self.sequences = deque(maxlen=self.limit), deque(maxlen=self.limit)
         self._dispatched: SimpleQueue[tuple[Any, SimpleQueue[float]] | None] = SimpleQueue()
-        threading.Thread(target=self._watch, name="recording", daemon=True).start()
+        self._thread = threading.Thread(target=self._watch, name="recording", daemon=True)
+        atexit.register(self.close)  # a thread that waits for a device must not outlive the interpreter
+        self._thread.start()
 
     def watch(self, result: Any) -> "SimpleQueue[float]":
         """Where the time will be put at which `result`, an array of a dispatched step, is there."""
@@ -229,8 +232,10 @@ class Recording:
         return answer
 
     def close(self) -> None:
-        """Ends the thread; what was recorded stays."""
+        """Ends the thread, after the steps that it waits for; what was recorded stays."""
         self._dispatched.put(None)
+        self._thread.join()
+        atexit.unregister(self.close)
 
     def _watch(self) -> None:
         while (item := self._dispatched.get()) is not None:
