@@ -21,6 +21,7 @@ from jax import lax
 
 from pallas_kernels import mosaic_gpu
 from pallas_kernels.quantized_matmul import tuning
+from pallas_kernels.quantized_matmul.costs import estimate
 from pallas_kernels.quantized_matmul.gpu_schedule import (
     BLOCK_F,
     CHUNK,
@@ -28,7 +29,7 @@ from pallas_kernels.quantized_matmul.gpu_schedule import (
     WGMMA_ROWS,
     Blocks,
     Schedule,
-    estimate,
+    count,
 )
 from pallas_kernels.quantized_matmul.reference import quantize_rows
 
@@ -128,7 +129,7 @@ def _call(
         x_scales = [jnp.pad(x_scale[:, 0], (0, s.steps_t * b.block_t - s.num_tokens))]
     sums = mosaic_gpu.kernel(
         functools.partial(_kernel, s),
-        cost_estimate=estimate(s),
+        cost_estimate=estimate(count(s)),
         out_type=jax.ShapeDtypeStruct((b.num_splits, s.num_tokens, s.out_dim), s.sum_dtype),
         grid=(s.steps_t, s.steps_f, b.num_splits),
         grid_names=("tile_t", "tile_f", "split"),

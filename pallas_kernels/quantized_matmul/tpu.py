@@ -18,8 +18,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.quantized_matmul import tuning
+from pallas_kernels.quantized_matmul.costs import estimate
 from pallas_kernels.quantized_matmul.reference import quantize_rows
-from pallas_kernels.quantized_matmul.tpu_schedule import LANES, Blocks, Schedule, estimate
+from pallas_kernels.quantized_matmul.tpu_schedule import LANES, Blocks, Schedule, count
 
 VMEM_SLACK_BYTES = 16 << 20  # for values that do not stay in registers
 PRODUCT_INPUTS = 512  # whose weights are widened before a product: as many as stay near the matrix unit
@@ -130,7 +131,7 @@ def _call(
             dimension_semantics=("parallel", "parallel", "arbitrary"),
             vmem_limit_bytes=_vmem_bytes(s),
         ),
-        cost_estimate=estimate(s),
+        cost_estimate=estimate(count(s)),
         name="quantized_matmul",
     )(*operands)
 

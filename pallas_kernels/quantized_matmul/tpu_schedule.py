@@ -3,8 +3,9 @@
 import dataclasses
 from typing import NamedTuple
 
-import jax
 from jax.experimental import pallas as pl
+
+from pallas_kernels.quantized_matmul.costs import Cost, Product, bits
 
 LANES = 128
 
@@ -20,23 +21,11 @@ class Blocks(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Schedule:
+class Schedule(Product):
     """All that the kernel is compiled for, and that the counts below need."""
 
-    num_tokens: int  # T
-    out_dim: int  # F
-    in_dim: int  # D
-    group: int  # D where there is one scale per output
-    has_offset: bool
-    x_dtype: jax.typing.DTypeLike  # int8: w8a8
-    weight_dtype: jax.typing.DTypeLike
-    out_dtype: jax.typing.DTypeLike
     scales_sums: bool  # a group's sum is scaled (few rows), or its weights are (many rows)
     blocks: Blocks
-
-    @property
-    def per_channel(self) -> bool:
-        return self.group == self.in_dim
 
     @property
     def grid(self) -> tuple[int, int, int]:
@@ -52,11 +41,6 @@ class Schedule:
         return self.blocks.block_d // self.group
 
 
-class Cost(NamedTuple):
-    bytes: int  # between HBM and the chip
-    flops: int  # 2 per multiply-add
-
-
 def count(s: Schedule) -> Cost:
     """What a call moves and computes: every copy of every step of the grid, padding in products included.
 
@@ -64,11 +48,11 @@ def count(s: Schedule) -> Cost:
     """
     steps_t, steps_f, steps_d = s.grid
     b = s.blocks
-    weights = s.out_dim * s.in_dim * _bits(s.weight_dtype) // 8
-    x = s.num_tokens * s.in_dim * _bits(s.x_dtype) // 8
+    weights = s.out_dim * s.in_dim * bits(s.weight_dtype) // 8
+    x = s.num_tokens * s.in_dim * bits(s.x_dtype) // 8
     moved = steps_t * weights if steps_f * steps_d > 1 else weights
     moved += steps_f * x if steps_d > 1 else x
-    moved += s.num_tokens * s.out_dim * _bits(s.out_dtype) // 8
+    moved += s.num_tokens * s.out_dim * bits(s.out_dtype) // 8
     if s.per_channel:
         moved += steps_t * s.out_dim * 4
         moved += 4 * s.num_tokens * (s.x_dtype == "int8")
@@ -77,22 +61,3 @@ def count(s: Schedule) -> Cost:
     spread = b.chunk // s.group if s.scales_sums and not s.per_channel else 1
     flops = 2 * steps_t * b.block_t * steps_f * b.block_f * s.in_dim * max(spread, 1)
     return Cost(moved, flops)
-
-
-def least(s: Schedule) -> Cost:
-    """Each array read or written once, and no padding."""
-    groups = 1 if s.per_channel else s.in_dim // s.group
-    moved = s.out_dim * s.in_dim * _bits(s.weight_dtype) // 8
-    moved += s.num_tokens * (s.in_dim * _bits(s.x_dtype) + s.out_dim * _bits(s.out_dtype)) // 8
-    moved += (1 + s.has_offset) * s.out_dim * groups * 4 + 4 * s.num_tokens * (s.x_dtype == "int8")
-    return Cost(moved, 2 * s.num_tokens * s.out_dim * s.in_dim)
-
-
-def estimate(s: Schedule) -> pl.CostEstimate:
-    """The compiler's hint for a call."""
-    cost = count(s)
-    return pl.CostEstimate(flops=cost.flops, transcendentals=0, bytes_accessed=cost.bytes)
-
-
-def _bits(dtype: jax.typing.DTypeLike) -> int:
-    return jax.dtypes.itemsize_bits(dtype)

@@ -21,7 +21,8 @@ from pallas_kernels.quantized_matmul.cases import (
     model_case,
     tolerance,
 )
-from pallas_kernels.quantized_matmul.gpu_schedule import Blocks, count, least
+from pallas_kernels.quantized_matmul.costs import least
+from pallas_kernels.quantized_matmul.gpu_schedule import Blocks, count
 
 # Several tiles of tokens and outputs, splits, more steps than buffers, D and F that end within a step or a tile.
 BLOCKS = Blocks(block_t=8, block_d=128, num_stages=2, num_splits=2)

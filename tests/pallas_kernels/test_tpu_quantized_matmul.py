@@ -21,7 +21,8 @@ from pallas_kernels.quantized_matmul.cases import (
     model_case,
     tolerance,
 )
-from pallas_kernels.quantized_matmul.tpu_schedule import Blocks, count, least
+from pallas_kernels.quantized_matmul.costs import least
+from pallas_kernels.quantized_matmul.tpu_schedule import Blocks, count
 
 SIMULATOR = pltpu.InterpretParams(detect_races=True, dma_execution_mode="on_wait", uninitialized_memory="nan")
 # Blocks so small that F, D and T take several steps, the last of F and T cut short.
