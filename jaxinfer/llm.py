@@ -84,7 +84,8 @@ class LLM:
       compilation_cache_dir: folder of compiled programs, "auto", or None for no cache.
       programs: a folder of `jaxinfer compile --save` for this device, whose programs are loaded instead of
         compiled; `saved_programs.options(folder)` has the options to give beside it. It holds machine code: only
-        load one that you trust.
+        load one that you trust. Where its compiler could not serialize them, programs are compiled through the
+        persistent cache in that folder instead of `compilation_cache_dir`, and the log says so.
 
     A sequence ends, in this order: at an end id of the model unless `ignore_eos` (finish_reason "stop", stop_reason
     None), at one of `stop_token_ids` ("stop", the id), at a stop string ("stop", the string), or at `max_tokens` or
@@ -153,15 +154,17 @@ class LLM:
             max_num_partial_prefills=max_num_partial_prefills,
             decode_steps=decode_steps,
         )
-        compile_cache.enable(
-            compile_cache.default_folder() if compilation_cache_dir == "auto" else compilation_cache_dir
-        )
         device = jax.devices()[0]
         if programs is not None and logits_processors:
             raise ValueError(
                 "programs=... has none with logits_processors: functions are not saved; leave one out"
             )
         saved = None if programs is None else SavedPrograms(programs, device)
+        if saved is not None and saved.cache is not None:  # the form in which these programs are saved
+            compilation_cache_dir = saved.cache
+        elif compilation_cache_dir == "auto":
+            compilation_cache_dir = compile_cache.default_folder()
+        compile_cache.enable(compilation_cache_dir)
         if model is not None:
             found = find_model(model, revision, token, dtype, device, tokenizer, generation_config)
         elif revision is not None or token is not None:

@@ -4,6 +4,9 @@ A folder has `programs.json` and one file per program, the executable as XLA ser
 `serialize_executable` pickles its trees; here nothing is pickled: the order of arguments is that of the tree's
 leaves, and the structure of the result is found by abstract evaluation. An executable is machine code all the
 same: only load folders that you trust as you trust a program.
+
+Where a compiler cannot serialize, the folder has JAX's persistent compilation cache instead, warmed: an engine
+compiles through it, and finds there what JAX takes for the same program on the same device.
 """
 
 import hashlib
@@ -11,6 +14,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -24,6 +28,8 @@ from jaxinfer import compile_cache
 logger = logging.getLogger(__name__)
 
 MANIFEST = "programs.json"
+CACHE = "cache"  # JAX's persistent compilation cache, a folder inside; of programs that cannot be serialized
+_CACHED = "*-cache"  # what JAX's persistent cache calls its entries
 PACKAGES = ("jaxinfer", "pallas_kernels")
 # platform -> the distributions whose versions an executable depends on
 COMPILED_BY = {
@@ -48,53 +54,106 @@ def identity(*parts: Any) -> str:
     return hashlib.sha256(repr((*parts[:-1], shapes, str(structure))).encode()).hexdigest()
 
 
-def save(
-    folder: Path,
-    name: str,
-    identity: str,
-    executable: Any,
-    *,
-    facts: Mapping[str, str],
-    model: str,
-    options: Mapping[str, Any],
-) -> int:
-    """Writes one executable, and its entry in the manifest. Returns its bytes.
+class Unserializable(RuntimeError):
+    """A compiled program cannot be written to a file; the message has the compiler's reason."""
 
-    Args:
-      name, identity: what `SavedPrograms.load` will ask for.
-      executable: of XLA, from `jax.stages.Compiled.runtime_executable()`.
-      facts: from `facts`, of the device that the program is for.
-      model, options: of `LLM`, to build the same programs.
+
+def serialize(executable: Any) -> bytes:
+    """The bytes of an executable of XLA, from `jax.stages.Compiled.runtime_executable()`.
 
     Raises:
-      ValueError: the folder has programs for another device, version, model or options.
-      RuntimeError: the compiler of this platform cannot serialize.
+      Unserializable: the compiler of this platform cannot.
     """
-    data = executable.serialize()
-    folder.mkdir(parents=True, exist_ok=True)
-    manifest: dict[str, Any] = {
-        "facts": dict(facts),
-        "model": model,
-        "options": dict(options),
-        "programs": {},
-    }
-    if (folder / MANIFEST).exists():
-        present = _read(folder)
+    try:
+        return executable.serialize()
+    except (AttributeError, RuntimeError) as error:  # some compilers' executables have no such method
+        raise Unserializable(_first_line(error)) from None
+
+
+@dataclass(frozen=True)
+class Folder:
+    """Where programs of one model with one set of options are saved for one kind of device.
+
+    facts: from `facts`, of the device that the programs are for.
+    model, options: of `LLM`, to build the same programs.
+    """
+
+    path: Path
+    facts: Mapping[str, str]
+    model: str
+    options: Mapping[str, Any]
+
+    def check(self) -> None:
+        """Raises ValueError if the folder has programs for another device, version, model or options."""
+        self._manifest()
+
+    def add(self, name: str, identity: str, data: bytes) -> int:
+        """Writes one serialized executable, and its entry in the manifest. Returns its bytes.
+
+        Args:
+          name, identity: what `SavedPrograms.load` will ask for.
+        """
+        digest = hashlib.sha256(data).hexdigest()
+        file = f"{digest[:16]}.bin"
+        manifest = self._manifest()
+        (self.path / file).write_bytes(data)
+        self._write(manifest, name, {"file": file, "sha256": digest, "bytes": len(data)}, identity)
+        return len(data)
+
+    def add_cached(self, name: str, identity: str, compile_: Callable[[], Any], why: str) -> int:
+        """Compiles a program that cannot be serialized, with JAX's persistent cache in the folder.
+
+        Args:
+          compile_: compiles the program anew.
+          why: the reason, for the manifest.
+
+        Returns:
+          the bytes that the cache keeps of it.
+
+        Raises:
+          Unserializable: the cache keeps nothing of it either.
+        """
+        manifest, cache = self._manifest(), self.path / CACHE
+        before = set(cache.glob(_CACHED))
+        compile_cache.enable(cache)
+        jax.clear_caches()  # or what was compiled a moment ago would be taken from memory
+        try:
+            compile_()
+        finally:
+            compile_cache.enable(None)
+        new = [path.name for path in set(cache.glob(_CACHED)) - before]
+        present = manifest["programs"].get(name, {})
+        if not new and present.get("identity") == identity:  # found in the cache
+            new = [file for file in present.get("cached", ()) if (cache / file).exists()]
+        if not new:
+            raise Unserializable(f"{why}; and the persistent cache does not keep it")
+        self._write(manifest, name, {"cached": sorted(new), "why": why}, identity)
+        return sum((cache / file).stat().st_size for file in new)
+
+    def _manifest(self) -> dict[str, Any]:
+        self.path.mkdir(parents=True, exist_ok=True)
+        manifest: dict[str, Any] = {
+            "facts": dict(self.facts),
+            "model": self.model,
+            "options": dict(self.options),
+            "programs": {},
+        }
+        if not (self.path / MANIFEST).exists():
+            return manifest
+        present = _read(self.path)
         for key in ("facts", "model", "options"):
             if present[key] != manifest[key]:
                 raise ValueError(
-                    f"{folder} holds programs of other {key} ({present[key]}, not {manifest[key]}); give "
+                    f"{self.path} holds programs of other {key} ({present[key]}, not {manifest[key]}); give "
                     "another folder, or remove it"
                 )
-        manifest = present
-    digest = hashlib.sha256(data).hexdigest()
-    file = f"{digest[:16]}.bin"
-    (folder / file).write_bytes(data)
-    manifest["programs"][name] = {"identity": identity, "file": file, "sha256": digest, "bytes": len(data)}
-    temporary = folder / f"{MANIFEST}.{os.getpid()}"
-    temporary.write_text(json.dumps(manifest, indent=1, sort_keys=True))
-    temporary.replace(folder / MANIFEST)
-    return len(data)
+        return present
+
+    def _write(self, manifest: dict[str, Any], name: str, entry: dict[str, Any], identity: str) -> None:
+        manifest["programs"][name] = entry | {"identity": identity}
+        temporary = self.path / f"{MANIFEST}.{os.getpid()}"
+        temporary.write_text(json.dumps(manifest, indent=1, sort_keys=True))
+        temporary.replace(self.path / MANIFEST)
 
 
 def options(folder: str | Path) -> dict[str, Any]:
@@ -104,6 +163,9 @@ def options(folder: str | Path) -> dict[str, Any]:
 
 class SavedPrograms:
     """The programs of a folder, for one device that is here.
+
+    `cache` is the folder of JAX's persistent cache through which the engine must compile, where the programs could
+    not be serialized; None where they are executables. Which it is, is said in the log.
 
     Raises:
       ValueError: the folder has none, or they were compiled for another device, version or source.
@@ -119,14 +181,23 @@ class SavedPrograms:
                     f"here it is {here!r}: compile them again with `jaxinfer compile --save`"
                 )
         self._programs, self._options = manifest["programs"], manifest["options"]
+        cached = [entry["why"] for entry in self._programs.values() if "cached" in entry]
+        self.cache = self._folder / CACHE if cached else None
+        if cached:
+            logger.warning(
+                "%d of the %d programs in %s are no executables, since their compiler could not serialize them (%s): "
+                "they are compiled here, through the persistent cache in %s",
+                len(cached), len(self._programs), self._folder, cached[0], self.cache,
+            )  # fmt: skip
 
     def load(
         self, name: str, identity: str, function: Callable[..., Any], arguments: tuple
     ) -> Callable[..., Any] | None:
-        """The executable of a program, to be called like the compiled `function`; None if it was not saved.
+        """The executable of a program, to be called like the compiled `function`; None if it must be compiled:
+        it was not saved, which is said in the log, or it is in `cache`.
 
         Raises:
-          ValueError: it was compiled from other settings, or its file is damaged.
+          ValueError: it was compiled from other settings, or its file is damaged, or the device does not take it.
         """
         entry = self._programs.get(name)
         if entry is None:
@@ -137,11 +208,19 @@ class SavedPrograms:
                 f"program {name} in {self._folder} was compiled from another model or other settings; they were "
                 f"{', '.join(f'{k}={v!r}' for k, v in self._options.items())}"
             )
+        if "cached" in entry:
+            return None
         data = (self._folder / entry["file"]).read_bytes()
         if hashlib.sha256(data).hexdigest() != entry["sha256"]:
             raise ValueError(f"{self._folder / entry['file']} is damaged: compile it again")
         devices = _jax.DeviceList((self._device,))
-        executable = self._device.client.deserialize_executable(data, devices, None)
+        try:
+            executable = self._device.client.deserialize_executable(data, devices, None)
+        except RuntimeError as error:
+            raise ValueError(
+                f"{self._device.device_kind} does not take program {name} of {self._folder}: {_first_line(error)}; "
+                "compile it again with `jaxinfer compile --save`, or leave the folder out"
+            ) from error
         structure = jax.tree.structure(jax.eval_shape(function, *arguments))
         return _Executable(executable, structure, self._device)
 
@@ -184,6 +263,10 @@ def _source_hash() -> str:
         for path in sorted((root / package).rglob("*.py")):
             digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
 
 def _version(name: str) -> str:

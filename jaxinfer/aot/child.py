@@ -16,7 +16,9 @@ import os
 import re
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +27,12 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from jaxinfer import defaults, saved_programs
+from jaxinfer import compile_cache, defaults, saved_programs
 from jaxinfer.aot import gpu_targets, hlo, targets
 from jaxinfer.aot.build import AbsentDevice, Build, build, placed
 from jaxinfer.aot.gpu_resources import kernel_resources
 from jaxinfer.engine import helper_arguments
 from jaxinfer.planner import hardware
-from jaxinfer.step import Programs
 
 TEBIBYTE = 1 << 40
 # The share of a GPU that JAX takes at start unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise.
@@ -40,6 +41,10 @@ _HBM = re.compile(  # the two sentences of the TPU compiler: bytes needed, bytes
     r"(?:Used |\()([\d.]+)([KMGT]?)(?: of |\) exceeds available HBM \()([\d.]+)([KMGT]?)(?: hbm|\))"
 )
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+# A program that is to be saved: its identity, the compiled form, and a function that compiles it anew.
+Job = tuple[str, Any, Callable[[], Any]]
 
 
 @dataclass(frozen=True)
@@ -156,33 +161,45 @@ class Child:
         if record["total_bytes"] > self.usable:  # only the TPU compiler looks at the memory itself
             record |= {"result": "too large", "needed_bytes": record["total_bytes"]}
         if request.get("save"):
-            saved = {str(program): (compiler.identity(program, arguments), compiled)}
+            identity = compiler.identity(program, arguments)
+            again = partial(found.compiler().get, program, arguments)
+            jobs = {str(program): (identity, compiled, again)}
             with self._for_target():
-                saved |= self._helpers(found, compiler)
-            for name, (identity, executable) in saved.items():
-                record["saved_bytes"] = record.get("saved_bytes", 0) + saved_programs.save(
-                    Path(request["save"]),
-                    name,
-                    identity,
-                    executable.runtime_executable(),
-                    facts=self._program_facts,
-                    model=request["model"],
-                    options=found.llm_options,
-                )
+                jobs |= self._helpers(found)
+                record |= self._save(Path(request["save"]), request["model"], found, jobs)
         return record
 
-    def _helpers(self, found: Build, compiler: Programs) -> dict[str, tuple[str, Any]]:
-        """Name -> (identity, compiled) of the functions that run between steps; once for each build."""
+    def _save(self, path: Path, model: str, found: Build, jobs: dict[str, Job]) -> dict[str, Any]:
+        """Part of a record: bytes kept, and by which way; or why nothing is."""
+        folder = saved_programs.Folder(path, self._program_facts, model, found.llm_options)
+        folder.check()
+        said: dict[str, Any] = {"saved_bytes": 0}
+        for name, (identity, compiled, again) in jobs.items():
+            try:
+                try:
+                    data = saved_programs.serialize(compiled.runtime_executable())
+                except saved_programs.Unserializable as error:
+                    said["cached_since"] = str(error)
+                    said["saved_bytes"] += folder.add_cached(name, identity, again, str(error))
+                else:
+                    said["saved_bytes"] += folder.add(name, identity, data)
+            except saved_programs.Unserializable as error:
+                return {"not_saved": f"{name} cannot be saved: {error}"}
+        return said
+
+    def _helpers(self, found: Build) -> dict[str, Job]:
+        """Of the functions that run between steps; once for each build."""
         if found in self._with_helpers:
             return {}
         self._with_helpers.append(found)
         _, cache, rows = found.state()
-        helpers = {}
+        jobs = {}
         for function, shapes in helper_arguments(cache, rows).items():
             arguments = placed(shapes, self._sharding)
             identity = saved_programs.identity(function.__name__, arguments)
-            helpers[function.__name__] = (identity, compiler.helper(function, arguments))
-        return helpers
+            again = partial(found.compiler().helper, function, arguments)
+            jobs[function.__name__] = identity, found.compiler().helper(function, arguments), again
+        return jobs
 
     def _for_target(self) -> contextlib.AbstractContextManager:
         if self._mesh is None:
@@ -248,6 +265,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     child: Child | None = None
+    compile_cache.enable(None)  # one in the user's environment would hide seconds and registers
     for line in sys.stdin:
         try:
             request = json.loads(line)

@@ -38,8 +38,21 @@ def program_lines(record: Mapping[str, Any]) -> list[str]:
     if "argument_bytes" in record:
         lines += [f"  {memory_line(record)}", f"  {', '.join(findings(record))}"]
     if "saved_bytes" in record:
-        lines.append(f"  saved, {size(record['saved_bytes'])}")
+        lines.append(f"  {saved_line(record)}")
+    if "not_saved" in record:
+        lines.append(f"  {record['not_saved']}")
     return lines
+
+
+def saved_line(record: Mapping[str, Any]) -> str:
+    """How a program was saved, and its bytes."""
+    kept = size(record["saved_bytes"])
+    if "cached_since" not in record:
+        return f"saved, {kept}"
+    return (
+        f"no executable is saved ({record['cached_since']}); the persistent cache in the folder is warmed, {kept}: an "
+        "engine compiles through it"
+    )
 
 
 def memory_line(record: Mapping[str, Any]) -> str:
@@ -83,8 +96,10 @@ def _most(kernels: Sequence[Mapping[str, Any]], key: str) -> str:
 
 
 def failed(record: Mapping[str, Any]) -> bool:
-    """Whether a program does not run as it should: not compiled, cache not in place, or pages copied."""
-    return record["result"] != "compiled" or not record["cache_aliased"] or bool(record["page_copies"])
+    """Whether a program is not as it should be: not compiled, cache not in place, pages copied, or not saved."""
+    if record["result"] != "compiled" or "not_saved" in record:
+        return True
+    return not record["cache_aliased"] or bool(record["page_copies"])
 
 
 def nearest_line(options: Mapping[str, Any] | None) -> str:

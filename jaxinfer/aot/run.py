@@ -94,7 +94,7 @@ def _error(records: list[dict[str, Any]], plan_problem: str | None, num_large: i
         )
     wrong = [record for record in records if report.failed(record)]
     if wrong:
-        why = wrong[0].get("why") or ", ".join(report.findings(wrong[0]))
+        why = wrong[0].get("why") or wrong[0].get("not_saved") or ", ".join(report.findings(wrong[0]))
         return f"{len(wrong)} of {len(records)} programs failed, the first {wrong[0]['program']}: {why}"
     if plan_problem:
         return f"everything compiles, but the engine would refuse to start: {plan_problem}"

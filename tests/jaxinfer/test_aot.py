@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import CONFIGS, make_tiny, write_hf
 
-from jaxinfer import saved_programs
-from jaxinfer.aot import build, hlo, report, run, search, targets
+from jaxinfer import SamplingParams, compile_cache, saved_programs
+from jaxinfer.aot import build, child, hlo, report, run, search, targets
 from jaxinfer.aot.options import DEFAULTS
 from jaxinfer.llm import LLM
 
@@ -338,8 +338,6 @@ def test_an_engine_starts_from_saved_programs_without_compiling(tiny, saved):
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     with LLM(tiny, **saved_programs.options(folder), **AT_ONCE) as llm:
-        from jaxinfer import SamplingParams
-
         params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
         (output,) = llm.generate([PROMPT], params)
     assert found["ids"] == list(output.outputs[0].token_ids)
@@ -388,15 +386,80 @@ def test_a_damaged_executable_is_refused(tiny, saved, tmp_path):
 def test_a_folder_takes_programs_of_one_setting_only(saved):
     folder, _ = saved
     manifest = json.loads((folder / saved_programs.MANIFEST).read_text())
+    other = saved_programs.Folder(folder, manifest["facts"], manifest["model"], options={})
+    for step in (other.check, lambda: other.add("p", "id", b"x")):
+        with pytest.raises(ValueError, match="holds programs of other options"):
+            step()
 
-    class Executable:
+
+@pytest.fixture
+def cannot_serialize(monkeypatch):
+    """A compiler that takes programs but has no bytes for them; the persistent cache, which has, is JAX's own."""
+
+    def refuse(executable):
+        raise saved_programs.Unserializable("this compiler has no serialization")
+
+    monkeypatch.setattr(saved_programs, "serialize", refuse)
+    yield
+    compile_cache.enable(compile_cache.default_folder())
+
+
+def save_here(tiny, folder, *names):
+    """The records of programs of the tiny model, asked of the compiler's process in this one."""
+    process = child.Child("cpu", "1")
+    request = {"model": tiny, "options": OPTIONS | {"decode_steps": 1}, "save": str(folder)}
+    return [process.compile(request | {"program": name}) for name in names]
+
+
+def test_where_programs_cannot_be_serialized_the_persistent_cache_is_warmed_and_an_engine_starts_from_it(
+    tiny, tmp_path, cannot_serialize, caplog
+):
+    records = save_here(tiny, tmp_path, "prefill[32,1] greedy", "decode[1,1] greedy")
+    assert not any(map(report.failed, records))
+    for record in records:
+        said = "\n".join(report.program_lines(record))
+        assert "no executable is saved (this compiler has no serialization)" in said
+        assert "the persistent cache in the folder is warmed" in said
+    assert not list(tmp_path.glob("*.bin"))
+    # The second engine is asked with an empty cache of its own: what it does not compile came with the folder.
+    hits = []
+    jax.monitoring.register_event_listener(lambda name, **_: hits.append("cache_hits" in name))
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    options = saved_programs.options(tmp_path)
+    with LLM(tiny, **options, **AT_ONCE, programs=tmp_path, compilation_cache_dir=None) as llm:
+        (output,) = llm.generate([PROMPT], params)
+        assert sum(hits) >= len(llm.engine.programs) == 2
+    with LLM(tiny, **options, **AT_ONCE) as llm:
+        (expected,) = llm.generate([PROMPT], params)
+    assert output.outputs[0].token_ids == expected.outputs[0].token_ids
+    assert (
+        "are no executables, since their compiler could not serialize them (this compiler has" in caplog.text
+    )
+    assert f"through the persistent cache in {tmp_path / 'cache'}" in caplog.text
+
+
+def test_saving_again_where_the_cache_is_warm_says_the_same(tiny, tmp_path, cannot_serialize):
+    first = save_here(tiny, tmp_path, "decode[1,1] greedy")
+    again = save_here(tiny, tmp_path, "decode[1,1] greedy")
+    assert [r["saved_bytes"] for r in first] == [r["saved_bytes"] for r in again]
+
+
+def test_what_neither_a_file_nor_the_cache_keeps_is_a_failure(tiny, tmp_path, cannot_serialize):
+    """A folder for the cache that cannot be made."""
+    tmp_path.joinpath(saved_programs.CACHE).write_text("")
+    (record,) = save_here(tiny, tmp_path, "decode[1,1] greedy")
+    assert report.failed(record)
+    assert "has no serialization; and the persistent cache does not keep it" in record["not_saved"]
+
+
+def test_serialize_says_why_it_cannot():
+    class Fails:
         def serialize(self):
-            return b"x"
+            raise RuntimeError("UNIMPLEMENTED: not on this platform\nstack")
 
-    with pytest.raises(ValueError, match="holds programs of other options"):
-        saved_programs.save(
-            folder, "p", "id", Executable(), facts=manifest["facts"], model=manifest["model"], options={}
-        )
+    for executable, why in ((Fails(), "UNIMPLEMENTED: not on this platform$"), (object(), "no attribute")):
+        with pytest.raises(saved_programs.Unserializable, match=why):
+            saved_programs.serialize(executable)
 
 
 def test_a_folder_holds_executables_and_the_manifest_alone(saved):
