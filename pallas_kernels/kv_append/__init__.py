@@ -15,7 +15,7 @@ IMPLEMENTATIONS = {
     "xla": "pallas_kernels.kv_append.xla",
     "tpu": "pallas_kernels.kv_append.tpu",
     "gpu": "pallas_kernels.kv_append.gpu",
-    "gpu_xla": "pallas_kernels.kv_append.xla",  # beside ragged_paged_attention's gpu_xla: runs on every GPU
+    "gpu_xla": "pallas_kernels.kv_append.gpu_xla",  # gpu where it has the combination, else xla
 }
 # page dtypes that need kv_scales, and the largest value that a quantized number takes in them
 QUANTIZED_MAX = {"int8": 127.0, "int4": 7.0, "float8_e4m3fn": 448.0}
@@ -47,7 +47,7 @@ def kv_append(
         slot_mapping: i32[T] = page * page_size + offset. Padded tokens have slots in the null page, where
             writes may collide (any of them wins); no two tokens may share a slot elsewhere.
         implementation: a key of IMPLEMENTATIONS. There is no default and no falling back.
-        compute_capability: of the GPU that the program is compiled for; only gpu looks at it.
+        compute_capability: of the GPU that the program is compiled for; only gpu and gpu_xla look at it.
 
     Returns:
         kv_pages, kv_scales (None if None).
@@ -57,7 +57,7 @@ def kv_append(
         NotImplementedError: the implementation does not have this combination, or is not part of this build.
     """
     _validate(k, v, kv_pages, kv_scales, slot_mapping)
-    options = {"compute_capability": compute_capability} if implementation == "gpu" else {}
+    options = {"compute_capability": compute_capability} if implementation in ("gpu", "gpu_xla") else {}
     return load("kv_append", IMPLEMENTATIONS, implementation)(
         k, v, kv_pages, kv_scales, slot_mapping, **options
     )

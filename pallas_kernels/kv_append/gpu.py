@@ -1,10 +1,14 @@
-"""Pallas Mosaic GPU, compute capability 9.0 and newer: rows leave shared memory by TMA stores, in place.
+"""Pallas Mosaic GPU, compute capability 8.0 and newer: rows of K|V go to their slots, in place.
 
-Block schedule: one block per BLOCK_T tokens. One TMA load brings their K|V rows to shared memory, then each
-live token leaves in one store of [K, 2H] (one short run per head) to its slot. Padded tokens (null page) are
-not written at all. Quantizing, and the scales (one f32 per head and token), are plain JAX before and beside
-the kernel: they touch T rows.
+Padded tokens (null page) are not written at all. Quantizing, and the scales (one f32 per head and token), are plain JAX
+before and beside the kernel: they touch T rows.
+
+Block schedule from 9.0 on: one block per BLOCK_T tokens. One TMA load brings their rows to shared memory, then each
+live token leaves in one store of [K, 2H] (one short run per head) to its slot. On 8.x: one block per token, whose
+threads load the row into registers and store it.
 """
+
+import math
 
 import jax
 import jax.experimental.pallas as pl
@@ -18,6 +22,10 @@ from pallas_kernels.mosaic_gpu import MAX_TMA_BOX, TMA_ALIGNMENT
 
 # Tokens per block. Eight rows of 4 KiB (Llama-3-8B, bf16) are in flight; 256 decode rows make 32 blocks.
 BLOCK_T = 8
+FIRST_CAPABILITY = (8, 0)
+WARPGROUP = 128  # threads
+VECTOR_BYTES = 8  # that one thread moves at once
+ELSE = "use implementation='xla' or 'gpu_xla'"
 
 
 def kv_append(
@@ -32,18 +40,11 @@ def kv_append(
     """See the package's docstring. compute_capability is that of the GPU that the program is compiled for.
 
     Raises:
-        NotImplementedError: the GPU is older than Hopper, or the pages are int4.
+        NotImplementedError: `refusal` has a reason.
     """
-    if compute_capability < mosaic_gpu.FIRST_WITH_TMA:
-        raise NotImplementedError(
-            "kv_append implementation 'gpu' stores by TMA, which compute capability {}.{} lacks (9.0 is the"
-            " least): use implementation='xla' or 'gpu_xla'".format(*compute_capability)
-        )
-    if kv_pages.dtype == jnp.int4:
-        raise NotImplementedError(
-            "kv_append implementation 'gpu' has no int4 pages: use int8 or float8_e4m3fn pages, or"
-            " implementation='xla'"
-        )
+    reason = refusal(kv_pages, compute_capability)
+    if reason is not None:
+        raise NotImplementedError(f"kv_append implementation 'gpu': {reason}")
     page_size = kv_pages.shape[2]
     if kv_scales is None:
         rows = jnp.concatenate([k, v], axis=-1).astype(kv_pages.dtype)  # [T, K, 2H]
@@ -53,11 +54,58 @@ def kv_append(
         rows = jnp.concatenate([k, v], axis=-1)
         pages, offsets = jnp.divmod(slot_mapping, page_size)
         kv_scales = kv_scales.at[pages, :, :, offsets].set(jnp.stack([k_scales, v_scales], axis=-1))
-    return _write_rows(rows, kv_pages, slot_mapping), kv_scales
+    by_tma = compute_capability >= mosaic_gpu.FIRST_WITH_TMA
+    write = _write_by_tma if by_tma else _write_by_threads
+    return write(rows, kv_pages, slot_mapping), kv_scales
+
+
+def refusal(kv_pages: jax.Array, compute_capability: tuple[int, int]) -> str | None:
+    """Why this combination has no GPU kernel and what would work, or None."""
+    _, num_kv_heads, _, width = kv_pages.shape
+    if compute_capability < FIRST_CAPABILITY:
+        return "compute capability {}.{} is older than 8.0: {}".format(*compute_capability, ELSE)
+    if kv_pages.dtype == jnp.int4:
+        return f"int4 pages have no kernel: use int8 or float8_e4m3fn pages, or {ELSE}"
+    if compute_capability < mosaic_gpu.FIRST_WITH_TMA and num_kv_heads * width % WARPGROUP:
+        return (
+            f"{num_kv_heads} kv heads of head_dim {width // 2} are no equal parts for {WARPGROUP} threads, as which"
+            " compute capability {}.{} stores them: {}".format(*compute_capability, ELSE)
+        )
+    return None
 
 
 @jax.jit
-def _write_rows(rows: jax.Array, kv_pages: jax.Array, slot_mapping: jax.Array) -> jax.Array:
+def _write_by_threads(rows: jax.Array, kv_pages: jax.Array, slot_mapping: jax.Array) -> jax.Array:
+    """As _write_by_tma."""
+    num_tokens, num_kv_heads, width = rows.shape
+    page_size = kv_pages.shape[2]
+    if num_tokens == 0:
+        return kv_pages
+    vec_size = math.gcd(num_kv_heads * width // WARPGROUP, VECTOR_BYTES // rows.dtype.itemsize)
+    layout = plgpu.Layout.WG_STRIDED((num_kv_heads, width), vec_size=vec_size)
+
+    def kv_append_token(rows_ref, slot_ref, pages_ref):
+        token = lax.axis_index("token")
+        slot = slot_ref[token]
+
+        @pl.when(slot >= page_size)
+        def _store():
+            page, offset = lax.div(slot, page_size), lax.rem(slot, page_size)
+            row = plgpu.load(rows_ref.at[token], layout=layout)
+            mosaic_gpu.store(pages_ref.at[page, :, offset], row)
+
+    pages_ref = jax.new_ref(kv_pages)
+    mosaic_gpu.kernel(
+        kv_append_token,
+        cost_estimate=pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=2 * rows.nbytes),
+        grid=(num_tokens,),
+        grid_names=("token",),
+    )(rows, slot_mapping, pages_ref)
+    return jax.freeze(pages_ref)
+
+
+@jax.jit
+def _write_by_tma(rows: jax.Array, kv_pages: jax.Array, slot_mapping: jax.Array) -> jax.Array:
     """Puts rows[t] [K, 2H] into slot slot_mapping[t] of kv_pages, in place when kv_pages is donated."""
     num_tokens, num_kv_heads, width = rows.shape
     page_size = kv_pages.shape[2]

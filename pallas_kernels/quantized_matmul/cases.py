@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -130,6 +131,18 @@ def make_inputs(case: Case, seed: int) -> dict[str, Any]:
         "w8a8": case.w8a8,
         "out_dtype": case.out_dtype,
     }
+
+
+def structs(case: Case) -> tuple[Any, Any, Any, Any]:
+    """Shapes and dtypes of x, qvalue, scale and offset (or None), x as it is multiplied: int8 with `w8a8`."""
+    groups = 1 if case.group == PER_CHANNEL else case.in_dim // case.group
+    scale = jax.ShapeDtypeStruct((case.out_dim, groups), jnp.float32)
+    return (
+        jax.ShapeDtypeStruct((case.num_tokens, case.in_dim), "int8" if case.w8a8 else case.dtype),
+        jax.ShapeDtypeStruct((case.out_dim, case.in_dim), case.weight_dtype),
+        scale,
+        scale if case.has_offset else None,
+    )
 
 
 def tolerance(case: Case) -> float:

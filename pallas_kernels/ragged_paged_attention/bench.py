@@ -4,7 +4,8 @@ On a CPU, at SmolLM2's shapes (N 9, K 3, H 64):
 
     python -m pallas_kernels.ragged_paged_attention.bench [--implementation xla] [--pages float32:16,bfloat16:64] ...
 
-On an accelerator `scripts/device_check.py --stage kernels` times `chip_cases`.
+On an accelerator `scripts/device_check.py --stage kernels` times `chip_cases`. With --distance nothing is run: it
+prints what the kernels move and compute on v6e and H200 over the least possible, by their own schedules.
 
 First a card per workload: the bytes that must be read (each resident K and V once) and the FLOPs under the causal
 mask, and the time they take at the given limits. Then times: all variants of a workload in turn, in one process, so
@@ -23,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import timing
-from pallas_kernels.ragged_paged_attention import QUANTIZED_DTYPES, ragged_paged_attention
+from pallas_kernels.ragged_paged_attention import QUANTIZED_DTYPES, distance, ragged_paged_attention
 from pallas_kernels.ragged_paged_attention.cases import Case, make_inputs
 
 STATIC = ("sm_scale", "max_q_len", "sliding_window", "soft_cap", "implementation")
@@ -168,7 +169,13 @@ def main() -> None:
     parser.add_argument(
         "--gflop-per-s", type=float, default=150.0, help="float32 limit of the device for the card"
     )
+    parser.add_argument(
+        "--distance", action="store_true", help="the TPU and GPU kernels on paper, for Llama-3-8B"
+    )
     args = parser.parse_args()
+    if args.distance:
+        print(distance.table())
+        return
 
     results = []
     for workload in args.workloads.split(","):

@@ -133,6 +133,17 @@ CASES: tuple[Case, ...] = (
         kv_lens=(5, 40, 33),
         pad_tokens=10,
     ),
+    # rows that are resident but have nothing to ask in this step
+    Case(
+        "rows_without_queries",
+        page_size=16,
+        **_SMOLLM2,
+        q_lens=(1, 0, 20, 0, 1, 3),
+        kv_lens=(5, 30, 40, 9, 17, 33),
+        sliding_window=19,
+        soft_cap=5.0,
+        sinks=True,
+    ),
     # 2 to 16 query tokens per row: verification of drafts
     Case("drafts", page_size=16, **_SMOLLM2, q_lens=(1, 2, 5, 16), kv_lens=(30, 18, 5, 47), pad_tokens=8),
     Case(
@@ -220,3 +231,9 @@ def make_inputs(
         "soft_cap": case.soft_cap,
         "sink_logits": jnp.asarray(sinks) if case.sinks else None,
     }
+
+
+def without_rows(case: Case) -> dict[str, Any]:
+    """make_inputs of a batch in which all rows and tokens are padding."""
+    inputs = make_inputs(case, seed=0)
+    return inputs | {name: jnp.zeros_like(inputs[name]) for name in ("kv_lens", "cu_q_lens", "distribution")}

@@ -97,7 +97,9 @@ def make_schedule(
     """The schedule for these shapes, which must fit."""
     by_tma = compute_capability >= mosaic_gpu.FIRST_WITH_TMA
     group, tile_rows, m_warps = _tile(max_q_len, group, head_dim, by_tma)
-    block_kv, num_stages = gpu_tuning.decode_blocks(head_dim, page_size, kv_itemsize, compute_capability)
+    block_kv, num_stages = gpu_tuning.decode_blocks(
+        head_dim, page_size, kv_itemsize, tile_rows, compute_capability
+    )
     target_blocks = gpu_tuning.DECODE_LIMITS[compute_capability].target_blocks
     splits = (
         pl.cdiv(target_blocks, num_rows * num_kv_heads),
@@ -240,22 +242,28 @@ def _attend(
                 for i in range(2)
             )
 
-        for token in range(s.max_q_len):
-            rows = pl.ds(token * s.group, s.group)
+        def rows_of(token):
+            return pl.ds(token * s.group, s.group)
 
-            @pl.when(token < q_len)
-            def _load_query(token=token, rows=rows):
-                source = q_ref.at[q_start + token, kv_head]
-                if s.by_tma:
-                    plgpu.copy_gmem_to_smem(source, q_smem.at[rows], q_barrier)
-                else:
-                    q_smem[rows] = plgpu.load(source, layout=token_layout)
+        if s.by_tma:
+            for token in range(s.max_q_len):
 
-            if token and s.by_tma:
+                @pl.when(token < q_len)
+                def _load_query(token=token):
+                    source = q_ref.at[q_start + token, kv_head]
+                    plgpu.copy_gmem_to_smem(source, q_smem.at[rows_of(token)], q_barrier)
 
-                @pl.when(token >= q_len)
-                def _no_query():
-                    plgpu.barrier_arrive(q_barrier)
+                if token:  # a row has at least one
+
+                    @pl.when(token >= q_len)
+                    def _no_query():
+                        plgpu.barrier_arrive(q_barrier)
+
+        else:
+
+            @pl.loop(0, q_len)
+            def _load_query_by_threads(token):
+                q_smem[rows_of(token)] = plgpu.load(q_ref.at[q_start + token, kv_head], layout=token_layout)
 
         for stage in range(s.num_stages):
 
@@ -344,21 +352,24 @@ def _attend(
         inverse = jnp.where(is_live, 1.0 / denominator, 0.0)
         out = out * lax.broadcast_in_dim(inverse, out.shape, [0])
         mosaic_gpu.store(out_smem, out.astype(out_smem.dtype))
+        out_rows_ref = out_ref.at[split, row, kv_head]
         if s.by_tma:
             plgpu.commit_smem()
-        for token in range(s.max_q_len):
-            rows = pl.ds(token * s.group, s.group)
+            for token in range(s.max_q_len):
 
-            @pl.when(token < q_len)
-            def _store(rows=rows):
-                target = out_ref.at[split, row, kv_head, rows]
-                if s.by_tma:
-                    plgpu.copy_smem_to_gmem(out_smem.at[rows], target, commit_group=False)
-                else:
-                    mosaic_gpu.store(target, plgpu.load(out_smem.at[rows], layout=token_layout))
+                @pl.when(token < q_len)
+                def _store(token=token):
+                    rows = rows_of(token)
+                    plgpu.copy_smem_to_gmem(out_smem.at[rows], out_rows_ref.at[rows], commit_group=False)
 
-        if s.by_tma:
             plgpu.commit_smem_to_gmem_group()
+        else:
+
+            @pl.loop(0, q_len)
+            def _store_by_threads(token):
+                rows = rows_of(token)
+                mosaic_gpu.store(out_rows_ref.at[rows], plgpu.load(out_smem.at[rows], layout=token_layout))
+
         lse = jnp.where(is_live, peak + jnp.log2(denominator), -jnp.inf)
         mosaic_gpu.store(lse_ref.at[split, row, kv_head], lse)
         if s.by_tma:

@@ -26,6 +26,7 @@ from jax import lax
 
 from pallas_kernels import mosaic_gpu
 from pallas_kernels.mosaic_gpu import PIECE_ROWS, TMA_ALIGNMENT
+from pallas_kernels.ragged_paged_attention import gpu_tuning
 
 COMPUTE_CAPABILITY = (9, 0)  # the only one with WGMMA
 LOG2_E = math.log2(math.e)
@@ -74,14 +75,10 @@ def make_schedule(
 ) -> Schedule:
     while group * head_dim * 2 % TMA_ALIGNMENT:
         group += 1
-    block_kv = 128 if head_dim <= 128 else 64
+    compute_warpgroups, block_kv = gpu_tuning.prefill_blocks(head_dim, kv_itemsize)
     row_bytes = head_dim * 2
-    # ptxas gives a thread of three warpgroups 168 registers, of two 255 (it ignores setmaxnreg, LOG.md), and a sum of
-    # 64 rows of head_dim 256 takes 128.
-    compute_warpgroups = 2 if head_dim <= 128 else 1
     smem_bytes = SMEM_BYTES - compute_warpgroups * WGMMA_ROWS * row_bytes  # q, then out
-    if kv_itemsize == 1:  # room for the 8-bit buffers; WGMMA takes no fewer than 64
-        block_kv = 64
+    if kv_itemsize == 1:
         smem_bytes -= RAW_STAGES * block_kv * 2 * head_dim
     num_stages = smem_bytes // (2 * block_kv * row_bytes)
     tile_tokens = compute_warpgroups * (WGMMA_ROWS // group)
@@ -95,7 +92,7 @@ def make_schedule(
         num_tiles=num_tokens // tile_tokens + min(num_rows, num_tokens),
         block_kv=block_kv,
         fetch_kv=min(page_size, block_kv),
-        num_stages=min(num_stages, 4),
+        num_stages=min(num_stages, gpu_tuning.MAX_STAGES),
     )
 
 

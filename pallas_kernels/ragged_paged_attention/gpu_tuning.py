@@ -30,26 +30,26 @@ DECODE_LIMITS = {
     (12, 0): DecodeLimits(32 * KIB, 340, 99 * KIB),
     (12, 1): DecodeLimits(32 * KIB, 96, 99 * KIB),
 }
-MAX_BLOCK_KV, MIN_BLOCK_KV = (
-    64,
-    32,
-)  # kv tokens of one step; 32 columns are the least that four warps can share
+MAX_BLOCK_KV = 64  # kv tokens of one step
+MIN_BLOCK_KV = 32  # the least columns that four warps can share
 MAX_STAGES = 4
+# Registers of a decode thread, of its 255, that hold a block of K or V, sums and scores. With more ptxas spills.
+MOST_DECODE_REGISTERS = 192
 
 
 def decode_blocks(
-    head_dim: int, page_size: int, kv_itemsize: int, compute_capability: tuple[int, int]
+    head_dim: int, page_size: int, kv_itemsize: int, tile_rows: int, compute_capability: tuple[int, int]
 ) -> tuple[int, int]:
     """(block_kv, num_stages): two stages at least, in stage_bytes where MIN_BLOCK_KV allows it."""
     token_bytes, wide_bytes = 2 * head_dim * kv_itemsize, 2 * head_dim * 2
     stage_bytes = DECODE_LIMITS[compute_capability].stage_bytes
-    # A block of 64 K|V rows of head_dim 256 in registers would spill.
-    block_kv = MAX_BLOCK_KV if head_dim <= 128 else MIN_BLOCK_KV
+    # Of one K or V of MAX_BLOCK_KV tokens, which 16 rows each need whole, then sums and scores by 128 threads.
+    registers = tile_rows * (MAX_BLOCK_KV * head_dim // 32 + head_dim + MAX_BLOCK_KV) // 128
+    block_kv = MAX_BLOCK_KV if head_dim <= 128 and registers <= MOST_DECODE_REGISTERS else MIN_BLOCK_KV
     if 2 * block_kv * token_bytes > stage_bytes:
         block_kv = MIN_BLOCK_KV
-    if (
-        kv_itemsize == 1
-    ):  # a block's scales are read as one run of one page, and its elements are widened apart
+    if kv_itemsize == 1:
+        # A block's scales are read as one run of one page, and its elements are widened apart.
         block_kv = min(block_kv, page_size)
         stage_bytes -= block_kv * wide_bytes
     return block_kv, min(max(stage_bytes // (block_kv * token_bytes), 2), MAX_STAGES)
@@ -58,7 +58,24 @@ def decode_blocks(
 def most_decode_bytes(tile_rows: int, head_dim: int, compute_capability: tuple[int, int]) -> int:
     """Shared memory of a decode block at most: q, float32 out and weights of its tile, K|V buffers, barriers."""
     tile_bytes = tile_rows * (head_dim * (2 + 4) + MAX_BLOCK_KV * 2)
-    least_stages = (
-        2 * MIN_BLOCK_KV * 2 * head_dim * 2
-    )  # the same with 8-bit pages: half of it, and as much widened
+    # The same with 8-bit pages: half of it, and as much widened.
+    least_stages = 2 * MIN_BLOCK_KV * 2 * head_dim * 2
     return tile_bytes + max(DECODE_LIMITS[compute_capability].stage_bytes, least_stages) + KIB
+
+
+# Registers of a prefill thread that hold sums, scores and weights. ptxas gives a thread 168 in a block of three
+# warpgroups and 255 in one of two (it ignores setmaxnreg, LOG.md); the rest is addresses, peaks and masks.
+MOST_PREFILL_REGISTERS = 144
+
+
+def prefill_blocks(head_dim: int, kv_itemsize: int) -> tuple[int, int]:
+    """(computing warpgroups, block_kv): the largest blocks, 64 or 128, that spill no registers.
+
+    A thread holds half a row of 64: head_dim / 2 sums, block_kv / 2 scores and block_kv / 4 registers of weights. K
+    and V are read once for all computing warpgroups, whatever block_kv is, and less lies above the diagonal in
+    smaller blocks; larger ones only wait less often. Two computing warpgroups halve the reads of K and V.
+    """
+    compute_warpgroups = 2 if head_dim <= 128 else 1
+    # Widened 8-bit pages need the shared memory of longer blocks.
+    fits_long = kv_itemsize == 2 and head_dim // 2 + 128 // 2 + 128 // 4 <= MOST_PREFILL_REGISTERS
+    return compute_warpgroups, 128 if fits_long else 64

@@ -1,10 +1,10 @@
 """Ragged paged attention on GPU, by the simulator: values, races, uninitialised memory as NaN.
 
 What this leaves unproven: the simulator has neither mma nor a product that accumulates in place (pl.run_state), so
-both are replaced by jnp.dot here, and it does not check that a WGMMA was awaited. It has no cp.async either: for
-compute capability 8.x the copies are replaced by assignments, so that they are awaited in time is not seen here. That
-the instructions exist and that the programs fit the chip is the compiler's part: scripts/aot_kernels_gpu.py. Speed is
-proven by neither.
+both are replaced by jnp.dot here, and it does not check that a WGMMA was awaited: what takes its place reads at once.
+It has no cp.async either: for compute capability 8.x the copies are replaced by assignments, so that they are awaited
+in time is not seen here. That the instructions exist and that the programs fit the chip is the compiler's part:
+scripts/aot_kernels_gpu.py. Speed is proven by neither.
 The cases' float32 arrays become bfloat16, which is what the GPU kernels take.
 """
 
@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels import mosaic_gpu
-from pallas_kernels.ragged_paged_attention import gpu, gpu_prefill, gpu_xla, reference, xla
-from pallas_kernels.ragged_paged_attention.cases import CASES, CASES_BY_NAME, Case, make_inputs
+from pallas_kernels.ragged_paged_attention import gpu, gpu_prefill, gpu_tuning, gpu_xla, reference, xla
+from pallas_kernels.ragged_paged_attention.cases import CASES, CASES_BY_NAME, Case, make_inputs, without_rows
 
 STATIC = ("sm_scale", "max_q_len", "sliding_window", "soft_cap")
 TINY = {"num_q_heads": 2, "num_kv_heads": 1, "head_dim": 64, "page_size": 16}
@@ -63,8 +63,23 @@ def products_by_dot(monkeypatch):
     def add_dot(acc, a, b):
         return acc + jnp.dot(a, b, preferred_element_type=jnp.float32)
 
+    def add_awaited_dot(out, weights, values_ref):
+        values = values_ref[...]
+        plgpu.commit_smem()  # WGMMA reads as the copy engine does, and pl.run_state ends when it has read
+        return add_dot(out, weights, values)
+
+    wgmma = plgpu.wgmma
+
+    def seen_wgmma(acc_ref, queries_ref, keys_ref):
+        """The simulator's own looks for no races in what it reads."""
+        keys = keys_ref[...]
+        plgpu.commit_smem()  # as above: acc_ref is read next, which awaits the product
+        wgmma(acc_ref, queries_ref, keys_ref)
+        return keys
+
     monkeypatch.setattr(plgpu, "mma", add_dot)
-    monkeypatch.setattr(gpu_prefill, "add_product", lambda out, weights, ref: add_dot(out, weights, ref[...]))
+    monkeypatch.setattr(plgpu, "wgmma", seen_wgmma)
+    monkeypatch.setattr(gpu_prefill, "add_product", add_awaited_dot)
 
     def assign(source, target):
         target[...] = source[...]
@@ -131,6 +146,22 @@ def test_decode_by_cp_async_equals_the_reference():
     check(case, compute_capability=(8, 0))
 
 
+@pytest.fixture
+def two_buffers(monkeypatch):
+    """Blocks that arrive in two buffers alone, so that rows of a few blocks use each of them again and again."""
+    monkeypatch.setattr(gpu_tuning, "MAX_STAGES", 2)
+
+
+LONGER = Case("longer", **TINY | {"page_size": 64}, q_lens=(1, 40), kv_lens=(330, 330))
+
+
+@pytest.mark.usefixtures("two_buffers")
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", pytest.param("int8", marks=pytest.mark.slow)])
+def test_a_buffer_is_filled_again_only_after_all_have_read_it(kv_dtype: str):
+    """By races: every read of a buffer is ordered before the copy engine's next write into it."""
+    check(dataclasses.replace(LONGER, kv_dtype=kv_dtype))
+
+
 def test_8_bit_numbers_are_widened_exactly():
     """Every code of both formats, in both dtypes, against ml_dtypes. XLA on a CPU flushes subnormal numbers, so
     float8 is looked at before its product with the unit, a power of two."""
@@ -171,6 +202,12 @@ def test_decode_by_cp_async_equals_the_reference_at_the_heads_of_real_models(cas
 @pytest.mark.parametrize("kv_dtype", ["int8", "float8_e4m3fn"])
 def test_8_bit_pages_prefill_with_every_option_equals_the_reference(kv_dtype: str):
     check(dataclasses.replace(MIXED, kv_dtype=kv_dtype))
+
+
+@pytest.mark.slow
+def test_a_batch_without_rows_is_zeros():
+    out, lse = simulate(without_rows(in_bfloat16(MIXED)))
+    assert not out.any() and (lse == -np.inf).all()
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.ragged_paged_attention import ragged_paged_attention
-from pallas_kernels.ragged_paged_attention.cases import CASES, Case, make_inputs
+from pallas_kernels.ragged_paged_attention.cases import CASES, CASES_BY_NAME, Case, make_inputs, without_rows
 
 STATIC = ("sm_scale", "max_q_len", "sliding_window", "soft_cap", "return_lse", "implementation")
 attend = jax.jit(ragged_paged_attention, static_argnames=STATIC)
@@ -126,6 +126,18 @@ def test_xla_invariant_gives_a_token_the_same_bits_in_every_batch(dtype: str, op
         )
         for got, want in zip(alone, whole, strict=True):
             np.testing.assert_array_equal(got, want[begin + start : begin + end])
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla", "xla_invariant"])
+def test_a_batch_without_rows_is_zeros(implementation: str) -> None:
+    """What warming a program up asks for: every row and token is padding."""
+    out, lse = attend(
+        **without_rows(CASES_BY_NAME["mixed_window_cap_sinks"]),
+        return_lse=True,
+        implementation=implementation,
+    )
+    assert not np.asarray(out).any()
+    assert (np.asarray(lse) == -np.inf).all()
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from pallas_kernels.quantized_matmul.cases import (
     capped,
     make_inputs,
     model_case,
+    structs,
     tolerance,
 )
 from pallas_kernels.quantized_matmul.costs import least
@@ -119,15 +120,7 @@ def test_what_does_not_fit_is_refused_with_what_works() -> None:
 
 
 def schedule(case: Case):
-    groups = case.in_dim // case.group if case.group else 1
-    scale = jax.ShapeDtypeStruct((case.out_dim, groups), jnp.float32)
-    return tpu.schedule_of(
-        jax.ShapeDtypeStruct((case.num_tokens, case.in_dim), "int8" if case.w8a8 else case.dtype),
-        jax.ShapeDtypeStruct((case.out_dim, case.in_dim), case.weight_dtype),
-        scale,
-        scale if case.has_offset else None,
-        jnp.dtype(case.dtype),
-    )
+    return tpu.schedule_of(*structs(case), jnp.dtype(case.dtype))
 
 
 @pytest.mark.parametrize("rows", [1, 8, 64])

@@ -14,7 +14,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.ragged_paged_attention import reference, tpu
-from pallas_kernels.ragged_paged_attention.cases import CASES, CASES_BY_NAME, Case, make_inputs
+from pallas_kernels.ragged_paged_attention.cases import CASES, CASES_BY_NAME, Case, make_inputs, without_rows
 from pallas_kernels.ragged_paged_attention.tpu_schedule import LANES, Blocks
 
 SIMULATOR = pltpu.InterpretParams(detect_races=True, dma_execution_mode="on_wait", uninitialized_memory="nan")
@@ -95,6 +95,12 @@ def test_the_same_call_twice_gives_the_same_bits():
     (out, lse), (again, lse_again) = simulate(inputs), simulate(inputs)
     np.testing.assert_array_equal(out, again)
     np.testing.assert_array_equal(lse, lse_again)
+
+
+@pytest.mark.slow
+def test_a_batch_without_rows_is_zeros():
+    out, lse = simulate(without_rows(BLOCKED_CASES[1]), **SMALL_BLOCKS)
+    assert not out.any() and (lse == -np.inf).all()
 
 
 def test_pages_that_no_row_needs_are_not_fetched():
