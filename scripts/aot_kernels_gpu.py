@@ -36,7 +36,7 @@ def cases(capability: tuple[int, int]) -> dict:
 
     from pallas_kernels.kv_append import gpu as kv_append
     from pallas_kernels.quantized_matmul import gpu as quantized_matmul
-    from pallas_kernels.quantized_matmul.cases import model_case
+    from pallas_kernels.quantized_matmul.cases import model_case, structs
     from pallas_kernels.ragged_paged_attention import gpu as attention
 
     def append(heads, head_dim, page_size, kv_dtype, num_tokens=256, num_pages=4096):
@@ -85,15 +85,8 @@ def cases(capability: tuple[int, int]) -> dict:
         return function, arrays, ()
 
     def multiply(weight, form, num_tokens):
-        case, struct = model_case(weight, form, num_tokens), jax.ShapeDtypeStruct
-        groups = case.in_dim // case.group if case.group else 1
-        scale = struct((case.out_dim, groups), jnp.float32)
-        arrays = (
-            struct((num_tokens, case.in_dim), case.dtype),
-            struct((case.out_dim, case.in_dim), case.weight_dtype),
-            scale,
-            scale if case.has_offset else None,
-        )
+        case = model_case(weight, form, num_tokens)
+        arrays = (jax.ShapeDtypeStruct((num_tokens, case.in_dim), case.dtype), *structs(case)[1:])
         function = functools.partial(
             quantized_matmul.quantized_matmul,
             w8a8=case.w8a8,
@@ -147,6 +140,7 @@ def cases(capability: tuple[int, int]) -> dict:
         "drafts llama3_8b page16 q16": lambda: attend(
             (32, 8), 128, 16, 16, 8192, num_tokens=256, max_q_len=16
         ),
+        "drafts gemma3 page16 q16": lambda: attend((4, 1), 256, 16, 16, 8192, num_tokens=256, max_q_len=16),
         "prefill llama3_8b page16": lambda: attend(
             (32, 8), 128, 16, 16, 8192, num_tokens=2048, max_q_len=2048
         ),
@@ -180,6 +174,18 @@ def cases(capability: tuple[int, int]) -> dict:
         ),
         "prefill phi2 h80 page16": lambda: attend((32, 32), 80, 16, 16, 2048, num_tokens=512, max_q_len=512),
         "prefill phi3 h96 page16": lambda: attend((32, 32), 96, 16, 16, 2048, num_tokens=512, max_q_len=512),
+        "prefill phi3 h96 page128 window cap lse": lambda: attend(
+            (32, 32),
+            96,
+            128,
+            16,
+            2048,
+            num_tokens=512,
+            max_q_len=512,
+            sliding_window=1024,
+            soft_cap=30.0,
+            return_lse=True,
+        ),
         "kv_append smollm2 bf16 page16": lambda: append(3, 64, 16, "bfloat16"),
         "kv_append llama3_8b bf16 page16": lambda: append(8, 128, 16, "bfloat16"),
         "kv_append llama3_8b bf16 page16 one token": lambda: append(8, 128, 16, "bfloat16", num_tokens=1),
