@@ -9,7 +9,6 @@ The document names what was not run.
 """
 
 import argparse
-import datetime
 import json
 import os
 import subprocess
@@ -20,10 +19,14 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxinfer.aot import report, targets
-from jaxinfer.aot.run import compile_model
-
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from jaxinfer.aot import gpu_targets, targets  # noqa: E402
+from jaxinfer.aot.run import compile_model  # noqa: E402
+from scripts import aot_kernels, aot_kernels_gpu  # noqa: E402
+from scripts.aot_document import document  # noqa: E402
+
 # Shapes as published in each model's config.json.
 MODELS: dict[str, dict[str, Any]] = {
     "smollm2-135m": {
@@ -79,14 +82,17 @@ def programs(
             say=lambda line: print(f"{model} {target} {line}", flush=True),
             each=lambda record: keep(where | {"kind": "program"} | record),
         )
+    described = result["device"]
     whole = where | {
         "kind": "model",
         "ok": result["ok"],
         "error": result["error"],
-        "versions": result["device"]["versions"],
-        "usable_bytes": result["device"]["usable_bytes"],
-        "options": result["device"]["options"],
-        "complete": which == "all",
+        "nearest": result["nearest"],
+        "versions": described["versions"],
+        "usable_bytes": described["usable_bytes"],
+        "options": described["options"],
+        "kernels": described["kernels"],
+        "programs": [program["name"] for program in described["programs"]],
     }
     keep(whole)
     return whole
@@ -94,10 +100,8 @@ def programs(
 
 def kernels(target: str, only: str) -> Iterator[dict[str, Any]]:
     """A record per kernel case on a target, from aot_kernels.py or aot_kernels_gpu.py."""
-    script = {"tpu": "scripts/aot_kernels.py", "gpu": "scripts/aot_kernels_gpu.py"}[
-        targets.find(target).platform
-    ]
-    command = [sys.executable, script, "--target", target, "--only", only]
+    script = "aot_kernels_gpu.py" if target in gpu_targets.TARGETS else "aot_kernels.py"
+    command = [sys.executable, f"scripts/{script}", "--target", target, "--only", only]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     for line in done.stdout.splitlines():
         if line.startswith("{"):
@@ -107,6 +111,19 @@ def kernels(target: str, only: str) -> Iterator[dict[str, Any]]:
             "kind": "kernel", "target": target, "case": "all", "result": "failed",
             "why": (done.stderr.strip().splitlines() or ["no message"])[-1][:300],
         }  # fmt: skip
+
+
+def case_names(target: str) -> list[str]:
+    """Of all kernel cases on a target, each once."""
+    if target in gpu_targets.TARGETS:
+        return list(aot_kernels_gpu.cases(gpu_targets.TARGETS[target].compute_capability))
+    return list(dict.fromkeys(c.name for c in (*aot_kernels.attention_cases(), *aot_kernels.matmul_cases())))
+
+
+def commit() -> str:
+    """Of the checkout, with "+" where it has changes."""
+    command = ["git", "describe", "--always", "--abbrev=7", "--dirty=+", "--exclude=*"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip() or "unknown"
 
 
 def page_layout() -> str:
@@ -167,69 +184,6 @@ def smoke() -> list[str]:
     return wrong
 
 
-def _not_run(name: str, complete: dict[str, bool]) -> str:
-    """What is missing of a model or of the kernels; `complete` has the targets that ran, all of it or a part."""
-    never = [chip for chip in CHIPS if chip not in complete]
-    part = [chip for chip, whole in complete.items() if not whole]
-    texts = [f"the other programs of {name} on {', '.join(part)}"] if part else []
-    return "; ".join(texts + ([f"{name} on {', '.join(never)}"] if never else []))
-
-
-def document(records: list[dict[str, Any]], layout: str) -> str:
-    """docs/aot.md."""
-    ran = [r for r in records if r["kind"] == "program"]
-    wholes = [r for r in records if r["kind"] == "model"]
-    versions = {name: number for r in wholes for name, number in r["versions"].items()}
-    cases = [r for r in records if r["kind"] == "kernel"]
-    lists = [_not_run(m, {r["target"]: r["complete"] for r in wholes if r["model"] == m}) for m in MODELS]
-    lists.append(_not_run("kernels", {r["target"]: True for r in cases}))
-    missing = list(filter(None, lists))
-    lines = [
-        "# Programs compiled for chips that are not attached",
-        "",
-        f"Written by `scripts/aot.py` on {datetime.date.today()}:",
-        ", ".join(f"{name} {number}" for name, number in versions.items()) + ".",
-        "",
-        "Each line is one program of the engine's warm-up (`jaxinfer compile MODEL --target CHIP`), compiled by the",
-        "real compiler of the chip from the shapes of its arguments. A line proves that the compiler takes the program",
-        "and what memory it needs; no value was computed and nothing was timed but the compiler. XLA for GPUs chooses",
-        "between kernels by trying them on a GPU; without one it takes its defaults. Cycles are the TPU compiler's own",
-        "estimates for XLA's part; the Pallas calls stand beside them with what they declare.",
-        "",
-        f"Options: {', '.join(f'`{k}={v}`' for k, v in OPTIONS.items())}, else the defaults of `LLM`.",
-        "",
-        f"Not run yet: {'; '.join(missing) or 'nothing is missing'}.",
-        "",
-        "## Programs",
-        "",
-        *report.markdown_table(ran),
-        "",
-        "## Refused",
-        "",
-        *[f"- {r['model']} on {r['target']}: {r['error']}" for r in wholes if not r["ok"]],
-        "",
-        "## Kernels",
-        "",
-        "| target | compiled | refused by our own checks | rejected or failed |",
-        "|---|---|---|---|",
-    ]
-    for target in dict.fromkeys(r["target"] for r in cases):
-        mine = [r for r in cases if r["target"] == target]
-        count = {name: sum(r["result"] == name for r in mine) for name in ("compiled", "refused")}
-        bad = [r["case"] for r in mine if r["result"] not in count]
-        lines.append(f"| {target} | {count['compiled']} | {count['refused']} | {', '.join(bad) or 'none'} |")
-    lines += [
-        "",
-        "## Layout of pages",
-        "",
-        "What a kernel that aliases the pool needs besides its arguments on a v6e, divided by the bytes of the pool",
-        "(`scripts/page_layout.py`): 0 is a pool in place, 1 and more is a copy of all of it in every call.",
-        "",
-        layout.rstrip(),
-    ]
-    return "\n".join(lines) + "\n"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -253,12 +207,13 @@ def main() -> None:
     records = []
     if options.records and options.records.exists():
         records = [json.loads(line) for line in options.records.read_text().splitlines()]
+    here = commit()
 
     def keep(record: dict[str, Any]) -> None:
-        records.append(record)
+        records.append(record | {"commit": here})
         if options.records:
             with options.records.open("a") as file:
-                print(json.dumps(record), file=file)
+                print(json.dumps(records[-1]), file=file)
 
     for target in filter(None, options.targets.split(",")):
         for model in filter(None, options.models.split(",")):
@@ -269,7 +224,10 @@ def main() -> None:
                 keep(record)
     if options.write:
         layout = options.layout.read_text() if options.layout else page_layout()
-        options.write.write_text(document(records, layout))
+        chips = dict.fromkeys([*CHIPS, *(r["target"] for r in records if r["kind"] == "kernel")])
+        cases = {chip: case_names(chip) for chip in chips}
+        text = document(records, layout, models=list(MODELS), chips=CHIPS, cases=cases, options=OPTIONS)
+        options.write.write_text(text)
 
 
 if __name__ == "__main__":

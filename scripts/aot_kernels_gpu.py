@@ -232,7 +232,7 @@ def compile_case(name: str, target: str) -> dict:
         with jax.sharding.use_abstract_mesh(abstract_mesh):
             compiled = jax.jit(function, donate_argnums=donated).lower(*arrays).compile()
     except NotImplementedError as error:
-        if "use implementation=" not in str(error):
+        if "implementation" not in str(error):
             raise  # the compiler's, not a refusal of ours
         return {"result": "refused", "reason": str(error)}
     memory = compiled.memory_analysis()

@@ -8,7 +8,7 @@
     hlo          what stands in a compiled program's text: copies, collectives, cycles
     compiler     the parent's end of that process
     search       the largest setting that fits
-    report       all of it for people, and docs/aot.md
+    report       all of it for people
     run          one model for one target, from its options to the results
 
 Nothing here is imported by the engine. Only `build` and `child` import jax.

@@ -40,6 +40,7 @@ GPU_SHARE = 0.75
 _HBM = re.compile(  # the two sentences of the TPU compiler: bytes needed, bytes there are
     r"(?:Used |\()([\d.]+)([KMGT]?)(?: of |\) exceeds available HBM \()([\d.]+)([KMGT]?)(?: hbm|\))"
 )
+UNREADABLE = {"kernel": None, "target": None, "registers": None, "spill_bytes": None, "smem_bytes": None}
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
@@ -61,6 +62,7 @@ class Child:
         self.target = targets.find(target_name)
         self._builds: dict[str, Build] = {}
         self._with_helpers: list[Build] = []
+        self._kernels: dict[str, dict[str, Any]] = {}  # GPU kernels by hash
         self._sharding: Sharding | None = None
         self._mesh: Mesh | None = None
         if self.target.platform == "cpu":
@@ -163,7 +165,7 @@ class Child:
         if request.get("save"):
             identity = compiler.identity(program, arguments)
             again = partial(found.compiler().get, program, arguments)
-            jobs = {str(program): (identity, compiled, again)}
+            jobs: dict[str, Job] = {str(program): (identity, compiled, again)}
             with self._for_target():
                 jobs |= self._helpers(found)
                 record |= self._save(Path(request["save"]), request["model"], found, jobs)
@@ -193,7 +195,7 @@ class Child:
             return {}
         self._with_helpers.append(found)
         _, cache, rows = found.state()
-        jobs = {}
+        jobs: dict[str, Job] = {}
         for function, shapes in helper_arguments(cache, rows).items():
             arguments = placed(shapes, self._sharding)
             identity = saved_programs.identity(function.__name__, arguments)
@@ -235,10 +237,22 @@ class Child:
         if self.target.platform == "tpu":
             facts["cycles"] = asdict(hlo.cycles(text))
         if self.target.platform == "gpu" and (dump := os.environ.get("MOSAIC_GPU_DUMP_TO")):
-            facts["gpu_kernels"] = kernel_resources(Path(dump))
-            for file in Path(dump).iterdir():
-                file.unlink()
+            facts["gpu_kernels"] = self._gpu_kernels(hlo.gpu_kernels(text), Path(dump))
         return facts
+
+    def _gpu_kernels(self, calls: dict[str, str], dump: Path) -> list[dict[str, Any]]:
+        """What each kernel of a program needs. A process compiles and dumps a kernel once, so answers are kept."""
+        dumped = kernel_resources(dump)
+        for file in dump.iterdir():
+            file.unlink()
+        for identity, text in calls.items():
+            if identity not in self._kernels:
+                # A dump has the kernel's name and a number; the call has the name too.
+                mine = [found for found in dumped if found["kernel"].rpartition("_")[0] in text]
+                if mine:
+                    self._kernels[identity] = max(mine, key=lambda found: len(found["kernel"]))
+                    dumped.remove(self._kernels[identity])
+        return [self._kernels.get(identity, UNREADABLE) for identity in calls]
 
 
 HLO_DTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}

@@ -28,6 +28,7 @@ _CALLED = re.compile(r"(?:body|to_apply|calls|true_computation|false_computation
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _CONDITION = re.compile(r"condition=%?([\w.\-]+)")
 _CONSTANT = re.compile(r"constant\((\d+)\)")
+_KERNEL_HASH = re.compile(r'kernel_hash = "((?:[^"\\]|\\.)*)"')
 _COST = re.compile(r'"cost_estimate":(\{[^}]*\})')
 
 
@@ -114,6 +115,16 @@ def collectives(program: Program) -> dict[str, int]:
         if name in COLLECTIVES:
             found[name] += 1
     return dict(found)
+
+
+def gpu_kernels(program: Program) -> dict[str, str]:
+    """Hash of each Mosaic GPU kernel (its whole call where that has none) -> the text of its first call."""
+    found: dict[str, str] = {}
+    for instruction in program.instructions():
+        if instruction.opcode == "custom-call" and 'custom_call_target="mosaic_gpu' in instruction.text:
+            hashed = _KERNEL_HASH.search(instruction.text)
+            found.setdefault(hashed[1] if hashed else instruction.text, instruction.text)
+    return found
 
 
 def cycles(program: Program) -> Cycles:

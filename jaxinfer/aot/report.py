@@ -1,6 +1,6 @@
-"""What the compilers said, for people: text for a terminal, rows for docs/aot.md."""
+"""What the compilers said, for people."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
@@ -84,13 +84,14 @@ def findings(record: Mapping[str, Any]) -> list[str]:
             found.append(f"{cycles['kernels_without']} kernels without a CostEstimate")
     if kernels := record.get("gpu_kernels"):
         found.append(
-            f"{len(kernels)} kernels: {_most(kernels, 'registers')} registers, {_most(kernels, 'spill_bytes')} "
-            f"bytes spilled, {_most(kernels, 'smem_bytes')} bytes shared at most"
+            f"{len(kernels)} kernels: {most(kernels, 'registers')} registers, {most(kernels, 'spill_bytes')} "
+            f"bytes spilled, {most(kernels, 'smem_bytes')} bytes shared at most"
         )
     return found
 
 
-def _most(kernels: Sequence[Mapping[str, Any]], key: str) -> str:
+def most(kernels: Sequence[Mapping[str, Any]], key: str) -> str:
+    """The largest `key` of GPU kernels, as text; "unknown" where no dump had it."""
     known = [kernel[key] for kernel in kernels if kernel[key] is not None]
     return str(max(known)) if known else "unknown"
 
@@ -111,39 +112,3 @@ def nearest_line(options: Mapping[str, Any] | None) -> str:
         )
     given = " ".join(f"--{key.replace('_', '-')} {value}" for key, value in options.items())
     return f"the largest that fits: {given}"
-
-
-def markdown_table(rows: Iterable[Mapping[str, Any]]) -> list[str]:
-    """One line per program; each row is a record with `model` and `target` beside it."""
-    lines = [
-        "| target | model | program | result | s | arguments | temporaries | share | cache | cycles, or GPU kernels |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        if "argument_bytes" in row:
-            arguments, temporaries = size(row["argument_bytes"]), size(row["temp_bytes"])
-            copies = f"{len(row['page_copies'])} copies" if row["page_copies"] else "no copy"
-            cache = f"{'aliased' if row['cache_aliased'] else 'not aliased'}, {copies}"
-            share = f"{row['memory_share']:.0%}"
-        else:
-            arguments = temporaries = cache = share = ""
-        result = row["result"]
-        if result == "too large":
-            result = f"too large by {size(row['needed_bytes'] - row['usable_bytes'])}"
-        cells = (
-            row["target"], row["model"], row["program"], result, f"{row.get('seconds', 0):.0f}",
-            arguments, temporaries, share, cache, _cost(row),
-        )  # fmt: skip
-        lines.append(f"| {' | '.join(map(str, cells))} |")
-    return lines
-
-
-def _cost(row: Mapping[str, Any]) -> str:
-    if cycles := row.get("cycles"):
-        kernels = f" + {cycles['kernel_flops'] / 1e9:.2f} GFLOP, {size(cycles['kernel_bytes'])}"
-        return f"{cycles['estimated']:,}{kernels if cycles['kernel_bytes'] else ''}"
-    if gpu_kernels := row.get("gpu_kernels"):
-        return (
-            f"{_most(gpu_kernels, 'registers')} registers, {_most(gpu_kernels, 'spill_bytes')} bytes spilled"
-        )
-    return row.get("why", "")[:80]

@@ -535,13 +535,31 @@ def test_cycles_count_as_often_as_loops_run_and_drop_placeholders():
     )
 
 
-def test_table_has_a_line_per_program():
-    row = FakeCompiler().compile({"num_pages": 10}, "prefill") | {"model": "m", "target": "v5e"}
-    large = {"model": "m", "target": "v5e", "program": "decode", "result": "too large", "needed_bytes": 3 * GIB,
-             "usable_bytes": GIB}  # fmt: skip
-    lines = report.markdown_table([row, large])
-    assert len(lines) == 4 and "aliased, no copy" in lines[2] and "too large by 2.00 GiB" in lines[3]
-    assert len({line.count("|") for line in lines}) == 1
+# Two layers' calls of one kernel and one of another, as XLA:GPU writes them, shortened.
+GPU_HLO = r"""HloModule jit_run_steps
+
+ENTRY %main (q: bf16[4,8]) -> bf16[4,8] {
+  %q = bf16[4,8]{1,0} parameter(0)
+  %map.1 = bf16[4,8]{1,0} custom-call(%q), custom_call_target="mosaic_gpu_v2", backend_config={kernel_hash = "'\F9s\22", module = "ML\00kv_append_block_mosaic_gpu\00"}
+  %map.2 = bf16[4,8]{1,0} custom-call(%q), custom_call_target="mosaic_gpu_v2", backend_config={kernel_hash = "\88\A5", module = "ML\00attention_decode_mosaic_gpu\00"}
+  %map.3 = bf16[4,8]{1,0} custom-call(%q), custom_call_target="mosaic_gpu_v2", backend_config={kernel_hash = "'\F9s\22", module = "ML\00kv_append_block_mosaic_gpu\00"}
+  ROOT %gemm = bf16[4,8]{1,0} custom-call(%map.2), custom_call_target="__cublas$gemm"
+}
+"""  # noqa: E501
+
+
+def test_a_kernel_that_two_programs_share_is_read_once_and_told_of_both(tmp_path):
+    """The compiler's process dumps a kernel when it first compiles it: later programs had no registers at all."""
+    for name, registers in (("attention_decode_0", 89), ("kv_append_block_1", 10)):
+        text = f"Compiling for 'sm_90a'\n0 bytes spill stores\nUsed {registers} registers"
+        (tmp_path / f"{name}.ptxas").write_text(text)
+    calls = hlo.gpu_kernels(hlo.parse(GPU_HLO))
+    assert len(calls) == 2
+    process = child.Child("cpu", "1")
+    first = process._gpu_kernels(calls, tmp_path)
+    assert [kernel["registers"] for kernel in first] == [10, 89] and not list(tmp_path.iterdir())
+    assert process._gpu_kernels(calls, tmp_path) == first
+    assert process._gpu_kernels({"new": "no such name"}, tmp_path)[0]["registers"] is None
 
 
 def test_the_document_has_the_layout_table_and_ours_is_never_copied():

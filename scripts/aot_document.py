@@ -1,0 +1,297 @@
+"""docs/aot.md, from the records of scripts/aot.py: what compiled, what was refused and why, and what did not run."""
+
+import datetime
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from jaxinfer.aot.report import failed, most, size
+
+Record = Mapping[str, Any]
+KERNELS = ("ragged_paged_attention", "kv_append", "append_then_attend", "quantized_matmul")
+INTRODUCTION = """\
+Each line is one program of the engine's warm-up (`jaxinfer compile MODEL --target CHIP`), compiled by the real compiler
+of the chip from the shapes of its arguments. A line proves that the compiler takes the program and what memory it
+needs; no value was computed and nothing was timed but the compiler. XLA for GPUs chooses between kernels by trying them
+on a GPU; without one it takes its defaults. Shares are of the memory that programs can have: what the TPU compiler
+says, or 75 % of a GPU's, as JAX takes. "In place" says that the whole KV cache is aliased and that no copy or transpose
+of an array of pages stands in the compiled text. Cycles are the TPU compiler's own estimates for XLA's part, its
+placeholders left out; the Pallas calls stand beside them with what they declare. Registers, spilled and shared bytes of
+GPU kernels are ptxas's, the most of any of our kernels in the program; of a program whose attention is XLA's they are
+those of the kernels that are ours, or none. All programs are for one device, so none has a collective."""
+LAYOUT = """\
+What a kernel that aliases the pool needs besides its arguments on a v6e, divided by the bytes of the pool
+(`scripts/page_layout.py`): 0 is a pool in place, 1 and more is a copy of all of it in every call."""
+
+
+def document(
+    records: Iterable[Record],
+    layout: str,
+    *,
+    models: Sequence[str],
+    chips: Sequence[str],
+    cases: Mapping[str, Sequence[str]],
+    options: Record,
+) -> str:
+    """The text of docs/aot.md.
+
+    Args:
+      records: with "kind" program, model or kernel; of several for the same thing the last counts.
+      layout: what scripts/page_layout.py printed.
+      models, chips: what should have run; chips of kernels alone are found in `cases`.
+      cases: chip -> names of its kernel cases.
+      options: of `LLM`, that all programs were compiled with.
+    """
+    programs: dict[tuple[str, str, str], Record] = {}
+    wholes: dict[tuple[str, str], Record] = {}
+    kernels: dict[tuple[str, str], Record] = {}
+    errors: dict[tuple[str, str], str] = {}
+    for record in records:
+        if record["kind"] == "program":
+            programs[record["model"], record["target"], record["program"]] = record
+        elif record["kind"] == "kernel":
+            kernels[record["target"], record["case"]] = record
+        else:
+            key = record["model"], record["target"]
+            wholes[key] = record
+            if record["error"] and (key not in errors or record.get("nearest")):
+                errors[key] = record["error"]
+    tables = [_model(model, chips, programs, wholes) for model in models]
+    missing = _missing_programs(models, chips, programs, wholes) + _missing_cases(cases, kernels)
+    lines = [
+        "# Programs compiled for chips that are not attached",
+        "",
+        f"Written by `scripts/aot.py` on {datetime.date.today()}, of commit {_list(_commits(records))}:",
+        f"{_list(f'{name} {number}' for name, number in _versions(wholes.values()).items())}.",
+        "",
+        INTRODUCTION,
+        "",
+        f"Options: {_list(f'`{k}={v}`' for k, v in options.items())}, else the defaults of `LLM`.",
+        "",
+        "## What ran",
+        "",
+        *_overview(models, chips, programs, wholes, cases, kernels),
+        "",
+        *(["Not run:", "", *(f"- {line}" for line in missing)] if missing else ["Everything ran."]),
+        "",
+        "## What does not fit, is refused or rejected",
+        "",
+        *[f"- {model} on {target}: {error}." for (model, target), error in sorted(errors.items())],
+        *_bad_cases(kernels),
+        *(line for table in tables for line in table),
+        "",
+        "## Kernels",
+        "",
+        "A case is refused where our own checks name another implementation (its reason stands above), and fails where",
+        "the compiler does not take it, or where the pool is copied.",
+        "",
+        *_kernel_table(cases, kernels),
+        "",
+        "## Layout of pages",
+        "",
+        LAYOUT,
+        "",
+        layout.rstrip(),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def kernel_of(case: str) -> str:
+    """The kernel that a case of aot_kernels.py or aot_kernels_gpu.py is of."""
+    found = [name for name in KERNELS if case.startswith(name)]
+    return (
+        found[0] if found else "ragged_paged_attention"
+    )  # "attention_...", "decode ...", "prefill ...", "drafts ..."
+
+
+def kernel_result(record: Record) -> str:
+    """compiled, refused by us, or failed: rejected by the compiler, or compiled with a copy of the pool."""
+    if record["result"] == "compiled":
+        copied = record.get("temp_bytes", 0) > record.get("pool_bytes", float("inf")) // 2
+        not_aliased = record.get("alias_bytes", 0) < record.get("donated_bytes", 0)
+        return "failed" if copied or not_aliased else "compiled"
+    return "refused" if record["result"] == "refused" else "failed"
+
+
+def program_table(rows: Iterable[Record]) -> list[str]:
+    """A line per program of one model; each row is a record with `target` beside it."""
+    lines = [
+        "| target | program | result | s | arguments | temporaries | share | cache | cycles, or GPU kernels |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        if "argument_bytes" in row:
+            arguments, temporaries = size(row["argument_bytes"]), size(row["temp_bytes"])
+            copies = f", {len(row['page_copies'])} copies" if row["page_copies"] else ""
+            cache = f"{'in place' if row['cache_aliased'] else 'NOT ALIASED'}{copies}"
+            share = f"{row['memory_share']:.0%}"
+        else:
+            arguments = temporaries = cache = share = ""
+        result = row["result"]
+        if result == "too large":
+            result = f"too large by {size(row['needed_bytes'] - row['usable_bytes'])}"
+        cells = (
+            row["target"], row["program"], result, f"{row.get('seconds', 0):.0f}",
+            arguments, temporaries, share, cache, _cost(row),
+        )  # fmt: skip
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return lines
+
+
+def _cost(row: Record) -> str:
+    if cycles := row.get("cycles"):
+        kernels = f" + {cycles['kernel_flops'] / 1e9:.2f} GFLOP, {size(cycles['kernel_bytes'])}"
+        return f"{cycles['estimated']:,}{kernels if cycles['kernel_bytes'] else ''}"
+    if "gpu_kernels" in row:
+        found = row["gpu_kernels"]
+        return _resources(found) if found else "none of ours"
+    return row.get("why", "")[:120].replace("|", "\\|")
+
+
+def _resources(kernels: Sequence[Record]) -> str:
+    registers, spilled, shared = (most(kernels, key) for key in ("registers", "spill_bytes", "smem_bytes"))
+    return f"{registers} registers, {spilled} B spilled, {shared} B shared"
+
+
+def _model(
+    model: str, chips: Sequence[str], programs: Mapping[tuple, Record], wholes: Mapping[tuple, Record]
+) -> list[str]:
+    """The section of a model."""
+    present = [chip for chip in chips if (model, chip) in wholes]
+    if not present:
+        return []
+    lines = ["", f"## {model}", "", "| target | usable | attention | pages x tokens |", "|---|---|---|---|"]
+    for chip in present:
+        whole = wholes[model, chip]
+        options, kernels = whole["options"], whole["kernels"]
+        lines.append(
+            f"| {chip} | {size(whole['usable_bytes'])} | {kernels['value']}: {kernels['reason']} | "
+            f"{options['num_pages']} x {options['page_size']} |"
+        )
+    rows = [
+        programs[model, chip, name]
+        for chip in present
+        for name in wholes[model, chip]["programs"]
+        if (model, chip, name) in programs
+    ]
+    return [*lines, "", *program_table(rows)]
+
+
+def _overview(
+    models: Sequence[str],
+    chips: Sequence[str],
+    programs: Mapping[tuple, Record],
+    wholes: Mapping[tuple, Record],
+    cases: Mapping[str, Sequence[str]],
+    kernels: Mapping[tuple, Record],
+) -> list[str]:
+    """Programs that compile, of those of the warm-up; kernel cases that compile or are refused, of all cases."""
+    columns = list(dict.fromkeys([*chips, *cases]))
+    lines = [f"| compiled and as it should be | {' | '.join(columns)} |", f"|---|{'---|' * len(columns)}"]
+    for model in models:
+        cells = []
+        for chip in columns:
+            names = wholes[model, chip]["programs"] if (model, chip) in wholes else []
+            ran = [programs[model, chip, name] for name in names if (model, chip, name) in programs]
+            good = sum(not failed(record) for record in ran)
+            bad = f", {len(ran) - good} not" if len(ran) > good else ""
+            cells.append(f"{good} of {len(names)}{bad}" if names else "" if chip not in chips else "not run")
+        lines.append(f"| {model} | {' | '.join(cells)} |")
+    for kernel in KERNELS:
+        cells = []
+        for chip in columns:
+            mine = [case for case in cases.get(chip, ()) if kernel_of(case) == kernel]
+            ran = [kernel_result(kernels[chip, case]) for case in mine if (chip, case) in kernels]
+            text = f"{ran.count('compiled')} of {len(mine)}" if mine else ""
+            for result in ("refused", "failed"):
+                text += f", {ran.count(result)} {result}" if result in ran else ""
+            cells.append(text)
+        lines.append(f"| {kernel} | {' | '.join(cells)} |")
+    return lines
+
+
+def _missing_programs(
+    models: Sequence[str],
+    chips: Sequence[str],
+    programs: Mapping[tuple, Record],
+    wholes: Mapping[tuple, Record],
+) -> list[str]:
+    """A line for each model and set of programs that some chips lack."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for model in models:
+        for chip in chips:
+            names = wholes[model, chip]["programs"] if (model, chip) in wholes else None
+            lacking = [name for name in names or () if (model, chip, name) not in programs]
+            if names is None or lacking:
+                what = "any program" if names is None else _list(f"`{name}`" for name in lacking)
+                found.setdefault((model, what), []).append(chip)
+    return [f"of {model} on {_list(where)}: {what}" for (model, what), where in found.items()]
+
+
+def _missing_cases(cases: Mapping[str, Sequence[str]], kernels: Mapping[tuple, Record]) -> list[str]:
+    """A line for each kernel and chip with cases that did not run."""
+    lines = []
+    for chip, names in cases.items():
+        for kernel in KERNELS:
+            mine = [name for name in names if kernel_of(name) == kernel]
+            lacking = sum((chip, name) not in kernels for name in mine)
+            if lacking:
+                lines.append(f"of {kernel} on {chip}: {lacking} of {len(mine)} cases")
+    return lines
+
+
+def _bad_cases(kernels: Mapping[tuple, Record]) -> list[str]:
+    """Lines on the cases that are not compiled, those of one kernel, chip and reason together."""
+    found: dict[tuple[str, str, str], list[str]] = {}
+    for (chip, case), record in kernels.items():
+        result = kernel_result(record)
+        if result != "compiled":
+            text = record.get("why") or record.get("reason") or record.get("error") or "the pool is copied"
+            why = f"{result}: {text.strip().splitlines()[-1][:300]}"
+            found.setdefault((kernel_of(case), why, case), []).append(chip)
+    grouped: dict[tuple[str, str, str], list[str]] = {}
+    for (kernel, why, case), where in found.items():
+        grouped.setdefault((kernel, why, _list(where)), []).append(case)
+    return [
+        f"- {kernel} on {where}, {len(names)} {'case' if len(names) == 1 else 'cases'} "
+        f"({_list(names[:3])}{', ...' if len(names) > 3 else ''}) {why}"
+        for (kernel, why, where), names in grouped.items()
+    ]
+
+
+def _kernel_table(cases: Mapping[str, Sequence[str]], kernels: Mapping[tuple, Record]) -> list[str]:
+    """Per chip and kernel: compiled, refused, failed, and the most that a case needs."""
+    lines = [
+        "| target | kernel | compiled | refused | failed | at most: temporaries, or registers and bytes of a GPU |",
+        "|---|---|---|---|---|---|",
+    ]
+    for chip, names in cases.items():
+        for kernel in KERNELS:
+            mine = [
+                kernels[chip, name] for name in names if kernel_of(name) == kernel and (chip, name) in kernels
+            ]
+            if not mine:
+                continue
+            results = [kernel_result(record) for record in mine]
+            counts = " | ".join(str(results.count(name)) for name in ("compiled", "refused", "failed"))
+            most_of = [inner for record in mine for inner in record.get("kernels", ())]
+            if any("kernels" in record for record in mine):  # of a GPU
+                spilling = sum(
+                    any(inner["spill_bytes"] for inner in record.get("kernels", ())) for record in mine
+                )
+                need = _resources(most_of) + (f"; {spilling} cases spill" if spilling else "")
+            else:
+                need = size(max(record.get("temp_bytes", 0) for record in mine))
+            lines.append(f"| {chip} | {kernel} | {counts} | {need} |")
+    return lines
+
+
+def _commits(records: Iterable[Record]) -> list[str]:
+    return list(dict.fromkeys(record["commit"] for record in records))
+
+
+def _versions(wholes: Iterable[Record]) -> dict[str, str]:
+    return {name: number for whole in wholes for name, number in whole["versions"].items()}
+
+
+def _list(texts: Iterable[str]) -> str:
+    return ", ".join(texts)

@@ -1,0 +1,91 @@
+"""scripts/aot_document.py: docs/aot.md says what ran, what did not, and why."""
+
+from scripts.aot_document import document, kernel_result
+
+GIB = 2**30
+NAMES = ["prefill[32,1] greedy", "decode[1,1] greedy"]
+ROW = {
+    "argument_bytes": 3 * GIB,
+    "temp_bytes": GIB,
+    "memory_share": 0.25,
+    "cache_aliased": True,
+    "page_copies": [],
+}
+
+
+def whole(target, error=None, **more):
+    options = {"num_pages": 9, "page_size": 128}
+    kernels = {"value": "tpu", "reason": "a test"}
+    return {"kind": "model", "model": "m", "target": target, "commit": "abc", "error": error, "versions": {"jax": "1"},
+            "usable_bytes": 16 * GIB, "options": options, "kernels": kernels, "programs": NAMES} | more  # fmt: skip
+
+
+def program(target, name, result="compiled", **more):
+    row = ROW if result == "compiled" else {}
+    return {"kind": "program", "model": "m", "target": target, "commit": "abc", "program": name,
+            "result": result, "seconds": 7.0} | row | more  # fmt: skip
+
+
+def case(name, result="compiled", **more):
+    return {"kind": "kernel", "target": "v5e", "commit": "abc", "case": name, "result": result} | more
+
+
+def text(records, cases=None):
+    arguments = {"models": ["m", "n"], "chips": ["v5e", "h200"], "cases": cases or {}, "options": {"a": 1}}
+    return document(records, "| layout |", **arguments)
+
+
+def test_what_did_not_run_is_named_by_model_target_and_program():
+    found = text([program("v5e", NAMES[0]), whole("v5e")])
+    assert "| m | 1 of 2 | not run |" in found
+    assert "- of m on v5e: `decode[1,1] greedy`" in found
+    assert "- of m on h200: any program" in found and "- of n on v5e, h200: any program" in found
+    everything = [program(t, n) | {"model": m} for t in ("v5e", "h200") for n in NAMES for m in "mn"]
+    assert "Everything ran." in text(everything + [whole(t, model=m) for t in ("v5e", "h200") for m in "mn"])
+
+
+def test_of_two_records_the_last_counts_and_a_failure_is_no_success():
+    large = program("v5e", NAMES[0], "too large", needed_bytes=3 * GIB, usable_bytes=GIB)
+    found = text([program("v5e", NAMES[0]), large, whole("v5e", "it needs 3 GiB", nearest={})])
+    assert "| m | 0 of 2, 1 not | not run |" in found and "too large by 2.00 GiB" in found
+    assert "- m on v5e: it needs 3 GiB." in found
+    assert "too large" not in text([large, program("v5e", NAMES[0]), whole("v5e")])
+    copied = text([program("v5e", NAMES[0], page_copies=["copy.1"]), whole("v5e")])
+    assert "0 of 2, 1 not" in copied and "in place, 1 copies" in copied
+
+
+def test_tables_are_whole():
+    """A reason with a line of the compiler in it, and all kinds of rows."""
+    rejected = program("h200", NAMES[1], "rejected", why="no a|b layout")
+    kernels = [
+        {"registers": 89, "spill_bytes": 0, "smem_bytes": 7},
+        {"registers": 10, "spill_bytes": 4, "smem_bytes": 9},
+    ]
+    gpu = program("h200", NAMES[0], gpu_kernels=kernels)
+    found = text([program("v5e", NAMES[0]), gpu, rejected, whole("v5e"), whole("h200")])
+    assert "| 89 registers, 4 B spilled, 9 B shared |" in found
+    rows = [
+        line.replace("\\|", "") for line in found.splitlines() if line.startswith(("| v5e | p", "| h200 | "))
+    ]
+    assert {line.count("|") for line in rows if "greedy" in line} == {10}
+
+
+def test_kernel_cases_are_counted_by_kernel_with_their_reasons():
+    names = ["attention_a", "attention_b", "kv_append_a", "quantized_matmul_a"]
+    records = [
+        case("attention_a", temp_bytes=3),
+        case("attention_b", "refused", why="use implementation 'xla'"),
+        case("kv_append_a", temp_bytes=90, pool_bytes=100),
+    ]
+    found = text(records, {"v5e": names})
+    assert "| ragged_paged_attention | 1 of 2, 1 refused |" in found
+    assert "| kv_append | 0 of 1, 1 failed |" in found
+    assert "- of quantized_matmul on v5e: 1 of 1 cases" in found
+    assert (
+        "(attention_b) refused: use implementation 'xla'" in found and "failed: the pool is copied" in found
+    )
+
+
+def test_a_donated_pool_that_is_not_aliased_is_a_failure():
+    assert kernel_result(case("kv_append a", donated_bytes=8, alias_bytes=8)) == "compiled"
+    assert kernel_result(case("kv_append a", donated_bytes=8, alias_bytes=0)) == "failed"
