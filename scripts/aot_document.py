@@ -246,7 +246,7 @@ def _bad_cases(kernels: Mapping[tuple, Record]) -> list[str]:
         result = kernel_result(record)
         if result != "compiled":
             text = record.get("why") or record.get("reason") or record.get("error") or "the pool is copied"
-            why = f"{result}: {text.strip().splitlines()[-1][:300]}"
+            why = f"{result}: {_reason(text)}"
             found.setdefault((kernel_of(case), why, case), []).append(chip)
     grouped: dict[tuple[str, str, str], list[str]] = {}
     for (kernel, why, case), where in found.items():
@@ -256,6 +256,12 @@ def _bad_cases(kernels: Mapping[tuple, Record]) -> list[str]:
         f"({_list(names[:3])}{', ...' if len(names) > 3 else ''}) {why}"
         for (kernel, why, where), names in grouped.items()
     ]
+
+
+def _reason(text: str) -> str:
+    """The line of a traceback, or of a message, that names the error."""
+    lines = text.strip().splitlines()
+    return next((line for line in reversed(lines) if "Error: " in line), lines[-1])[:300]
 
 
 def _kernel_table(cases: Mapping[str, Sequence[str]], kernels: Mapping[tuple, Record]) -> list[str]:

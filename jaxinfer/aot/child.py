@@ -83,7 +83,12 @@ class Child:
     def _topology(self, topology: str) -> Any:
         name = self.target.name
         if self.target.platform == "tpu":
-            return topologies.get_topology_desc(platform="tpu", topology_name=f"{name}:{topology}")
+            try:
+                return topologies.get_topology_desc(platform="tpu", topology_name=f"{name}:{topology}")
+            except (ValueError, RuntimeError) as error:
+                raise ValueError(
+                    f"topology={topology!r} is none that {name} has, the TPU compiler says: {_first(error)}"
+                ) from None
         return topologies.get_topology_desc(
             platform="cuda",
             topology_name=topology,

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -14,6 +15,13 @@ from jaxinfer.aot import targets
 
 class CompilerDied(RuntimeError):
     """The process ended without an answer; the message has the end of what it wrote."""
+
+
+def _how_it_ended(code: int) -> str:
+    if code >= 0:
+        return f"ended with exit code {code}"
+    hint = " (as the system does where memory runs out)" if code == -signal.SIGKILL else ""
+    return f"was ended by {signal.Signals(-code).name}{hint}"
 
 
 class Compiler:
@@ -61,8 +69,10 @@ class Compiler:
             code = process.wait()
             self._process = None
             said = (Path(self._scratch.name) / "stderr").read_text(errors="replace").strip().splitlines()
-            last = said[-1] if said else "it wrote nothing"
-            raise CompilerDied(f"the compiler's process for {self._target.name} ended with {code}: {last}")
+            last = f"its last line was {said[-1][:300]!r}" if said else "it wrote nothing"
+            raise CompilerDied(
+                f"the compiler's process for {self._target.name} {_how_it_ended(code)}; {last}"
+            )
         return json.loads(line)
 
     def _start(self) -> subprocess.Popen:

@@ -69,7 +69,7 @@ def findings(record: Mapping[str, Any]) -> list[str]:
         "collectives " + (", ".join(f"{n} x{c}" for n, c in record["collectives"].items()) or "none"),
     ]
     if moves := record.get("page_moves"):
-        found.append(f"{len(moves)} layers' pages moved between memories")
+        found.append(f"arrays of pages moved to another memory and back: {len(moves)}")
     if cycles := record.get("cycles"):
         found.append(f"{cycles['estimated']:,} cycles estimated")
         if cycles["without"]:

@@ -19,14 +19,17 @@ def largest_fit(
       unit: bytes that n grows by, about: where the next try is. The answer does not rest on it.
       guess: the first try.
     """
-    fits, fails = low - 1, high
+    fits, fails, step = low - 1, high, 0
     while fails - fits > 1:
-        n = (fits + fails) // 2 if guess is None else min(max(guess, fits + 1), fails - 1)
+        n = guess if guess is not None and fits < guess < fails else (fits + fails) // 2
         over = excess(n)
+        # Compilers round what is missing (to 10 MiB) and keep some of what is left: so each further step the same
+        # way is at least twice the one before, and a guess outside of what is known is given up for the middle.
         if over > 0:
-            fails, guess = n, n - math.ceil(over / unit)
+            fails, step = n, min(-math.ceil(over / unit), 2 * step)
         else:
-            fits, guess = n, n + max(1, -over // unit)
+            fits, step = n, max(1, -over // unit, 2 * step)
+        guess = n + step
     return fits
 
 
@@ -89,13 +92,17 @@ def largest_setting(
     unit = resolved["bytes_per_page"]
     among = kinds(p for p in resolved["programs"] if like is None or p["name"] in like)
 
+    failing = ""  # the program that did not fit in the last try
+
     def excess(num_pages: int) -> int:
+        nonlocal failing
         tried = options | pool(num_pages)
-        # The first that does not fit decides; the others need not be compiled.
+        # The first that does not fit decides, and the others need not be compiled: so the likeliest goes first.
         most = -math.inf
-        for name in probes(describe(tried)["programs"], among):
+        for name in sorted(probes(describe(tried)["programs"], among), key=lambda name: name != failing):
             most = max(most, over(compile_(tried, name)))
             if most > 0:
+                failing = name
                 break
         return int(most)
 

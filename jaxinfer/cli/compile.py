@@ -32,12 +32,18 @@ Largest = Annotated[
     typer.Option("--largest", help="Only the programs that need the most memory, not all of the warm-up."),
 ]
 Save = Annotated[
-    Path | None, typer.Option(help="Folder for executables; `--programs FOLDER` starts from them.")
+    Path | None,
+    typer.Option(
+        help="Folder for executables; `--programs FOLDER` starts from them. Where they cannot be serialized it gets "
+        "the persistent cache instead."
+    ),
 ]
 Search = Annotated[
     bool, typer.Option(help="Whether to look for the largest setting when something does not fit.")
 ]
-Json = Annotated[bool, typer.Option("--json", help="Write one JSON object; bytes are integers.")]
+Json = Annotated[
+    bool, typer.Option("--json", help='Write one JSON object, with "ok" and "error"; bytes are integers.')
+]
 
 
 @command(*(option for option in THROUGHPUT_ENGINE if option.name in DEFAULTS))
@@ -61,23 +67,28 @@ def run(
     """
     from jaxinfer.aot import run as aot
 
-    result = aot.compile_model(
-        model,
-        target,
-        topology=topology,
-        unbuilt={
+    arguments: dict[str, Any] = {
+        "topology": topology,
+        "unbuilt": {
             "tensor_parallel_size": None if tensor_parallel_size == 1 else tensor_parallel_size,
             "kv_cache_dtype": None if kv_cache_dtype == "auto" else kv_cache_dtype,
         },
-        options=options,
-        which="largest" if largest else "all",
-        save=save,
-        search=search,
-        say=(lambda line: None) if as_json else print,
-    )
-    if as_json:
-        print(json.dumps(result))
-    if not result["ok"]:
-        if not as_json:
+        "options": options,
+        "which": "largest" if largest else "all",
+        "save": save,
+        "search": search,
+    }
+    if not as_json:
+        result = aot.compile_model(model, target, **arguments)
+        if not result["ok"]:
             fail(f"Error: {result['error']}")
+            raise typer.Exit(1)
+        return
+    try:
+        result = aot.compile_model(model, target, **arguments, say=lambda line: None)
+    except Exception as error:
+        print(json.dumps({"ok": False, "error": str(error)}))
+        raise
+    print(json.dumps(result))
+    if not result["ok"]:
         raise typer.Exit(1)

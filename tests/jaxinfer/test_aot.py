@@ -5,6 +5,8 @@ The real compilers are asked by `make test-aot-smoke`.
 
 import inspect
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +19,7 @@ from hypothesis import strategies as st
 from tiny_models import CONFIGS, make_tiny, write_hf
 
 from jaxinfer import SamplingParams, compile_cache, saved_programs
-from jaxinfer.aot import build, child, hlo, report, run, search, targets
+from jaxinfer.aot import build, child, compiler, hlo, report, run, search, targets
 from jaxinfer.aot.options import DEFAULTS
 from jaxinfer.llm import LLM
 
@@ -50,6 +52,24 @@ def test_largest_fit_takes_few_tries_where_memory_grows_as_expected():
 
     assert search.largest_fit(excess, 2, 1000, 16, guess=1000 - 299) == 700
     assert len(tried) == 2
+
+
+@settings(deadline=None)
+@given(st.integers(50, 100_000), st.integers(1, 100_000), st.integers(-300, 300))
+def test_largest_fit_takes_few_tries_where_the_compiler_rounds_what_is_missing(limit, beyond, reserved):
+    """The TPU compiler says "15.76G of 15.75G": of pages of 128 KiB it hides 80. One at a time took minutes.
+
+    `reserved` pages are more, or fewer, than what a program that fits seems to leave.
+    """
+    page, rounded, tried = 128 << 10, (1 << 30) / 100, []
+
+    def excess(n):
+        tried.append(n)
+        over = (n - limit) * page
+        return max(1, int(round(over / rounded) * rounded)) if n > limit else min(0, over + reserved * page)
+
+    assert search.largest_fit(excess, 2, limit + beyond, page, limit + beyond // 2) == limit
+    assert len(tried) <= 25
 
 
 def test_nothing_fits():
@@ -216,6 +236,64 @@ def test_topologies(target, given, expected):
 def test_topologies_that_do_not_exist(target, given):
     with pytest.raises(ValueError, match=f"topology='{given}'"):
         targets.topology(targets.find(target), given)
+
+
+def test_a_compiler_that_is_killed_is_said_with_the_signal():
+    """The last line on stderr alone was taken for the reason."""
+    with compiler.Compiler("m", "cpu") as process:
+        process._start()
+        (Path(process._scratch.name) / "stderr").write_text("a log line")
+        process._process.kill()
+        record = process.compile({}, "prefill")
+    assert record["result"] == "rejected"
+    assert "was ended by SIGKILL (as the system does where memory runs out)" in record["why"]
+
+
+def compile_command(*arguments):
+    command = "from jaxinfer.cli import main; main()"
+    return subprocess.run(
+        [sys.executable, "-c", command, "compile", *arguments], capture_output=True, text=True, timeout=120
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--target", "v9"), "target='v9' is not known; known are v5e"),
+        (
+            ("--target", "v5e", "--tensor-parallel-size", "2"),
+            "tensor_parallel_size=2: sharding is not built yet",
+        ),
+    ],
+)
+def test_json_has_the_error_too(tmp_path, arguments, words):
+    """A script that reads the JSON found nothing there when the command failed before it compiled."""
+    done = compile_command(str(tmp_path), *arguments, "--json")
+    answer = json.loads(done.stdout)
+    assert done.returncode == 1 and not answer["ok"] and words in answer["error"]
+    assert words in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_ctrl_c_ends_the_compiler_too(tiny):
+    """One line, exit code 130, and no process left."""
+    command = [
+        sys.executable,
+        "-c",
+        "from jaxinfer.cli import main; main()",
+        "compile",
+        tiny,
+        "--target",
+        "cpu",
+    ]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as started:
+        assert started.stdout is not None and started.stdout.readline()  # the child has answered
+        children = Path(f"/proc/{started.pid}/task/{started.pid}/children").read_text().split()
+        os.killpg(started.pid, signal.SIGINT)
+        _, errors = started.communicate(timeout=60)
+    assert started.returncode == 130 and errors.strip() == "Interrupted."
+    assert children and not any(Path(f"/proc/{child}").exists() for child in children)
 
 
 def test_defaults_are_those_of_llm():
