@@ -4,7 +4,7 @@ import datetime
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from jaxinfer.aot.report import failed, most, size
+from jaxinfer.aot.report import excess, failed, most, size
 
 Record = Mapping[str, Any]
 KERNELS = ("ragged_paged_attention", "kv_append", "append_then_attend", "quantized_matmul")
@@ -128,7 +128,7 @@ def program_table(rows: Iterable[Record]) -> list[str]:
             arguments = temporaries = cache = share = ""
         result = row["result"]
         if result == "too large":
-            result = f"too large by {size(row['needed_bytes'] - row['usable_bytes'])}"
+            result = f"too large by {excess(row)}"
         cells = (
             row["target"], row["program"], result, f"{row.get('seconds', 0):.0f}",
             arguments, temporaries, share, cache, _cost(row),

@@ -11,6 +11,12 @@ def size(num_bytes: float) -> str:
     return f"{num_bytes:.0f} B"
 
 
+def excess(record: Mapping[str, Any]) -> str:
+    """What a program that is too large needs above the memory; compilers round it to 10 MiB."""
+    num_bytes = record["needed_bytes"] - record["usable_bytes"]
+    return size(num_bytes) if num_bytes >= 10 * 2**20 else "under 10 MiB"
+
+
 def headline(described: Mapping[str, Any]) -> list[str]:
     """What is compiled, for which device, by which compiler."""
     options, versions = described["options"], described["versions"]
@@ -29,9 +35,8 @@ def program_lines(record: Mapping[str, Any]) -> list[str]:
     seconds = f" in {record['seconds']:.1f} s" if "seconds" in record else ""
     lines = [f"{record['program']}: {result}{seconds}"]
     if result == "too large":
-        excess = record["needed_bytes"] - record["usable_bytes"]
         lines.append(
-            f"  needs {size(record['needed_bytes'])} of {size(record['usable_bytes'])}: {size(excess)} too much"
+            f"  needs {size(record['needed_bytes'])} of {size(record['usable_bytes'])}: {excess(record)} too much"
         )
     elif "why" in record:
         lines.append(f"  {record['why']}")

@@ -87,10 +87,9 @@ def _error(records: list[dict[str, Any]], plan_problem: str | None, num_large: i
             (record for record in records if record["result"] == "too large"),
             key=lambda record: record["needed_bytes"] - record["usable_bytes"],
         )
-        needed, usable = worst["needed_bytes"], worst["usable_bytes"]
         return (
-            f"{worst['program']} needs {report.size(needed)}, {report.size(needed - usable)} more than the "
-            f"{report.size(usable)} of the device"
+            f"{worst['program']} needs {report.size(worst['needed_bytes'])}, {report.excess(worst)} more than the "
+            f"{report.size(worst['usable_bytes'])} of the device"
         )
     wrong = [record for record in records if report.failed(record)]
     if wrong:

@@ -6,6 +6,11 @@ from typing import Any
 
 SMALLEST_POOL = 2  # pages: the null page and one more
 SMALLEST_STEP = 32  # tokens
+POOL_SIZES = (
+    "num_pages",
+    "kv_cache_memory_bytes",
+    "gpu_memory_utilization",
+)  # options, one of which may be given
 
 
 def largest_fit(
@@ -79,7 +84,7 @@ def largest_setting(
     """Options near to `options` with which every probe fits, or None.
 
     First fewer pages with all else equal; if not even two fit, one step at a time; then steps of half the tokens and
-    rows, again and again.
+    rows, again and again. Never more pages than were asked for, or than all rows can fill.
 
     Args:
       describe, compile_: of `Compiler`.
@@ -118,6 +123,12 @@ def largest_setting(
         }
 
     present = settings["num_pages"]
+    most_pages = present
+    if all(
+        options.get(name) is None for name in POOL_SIZES
+    ):  # nobody asked for so few: a plan had no room for more
+        full = settings["max_num_seqs"] * math.ceil(settings["max_model_len"] / settings["page_size"])
+        most_pages = max(present, min(1 + full, resolved["usable_bytes"] // unit))
     guess, high = present - math.ceil(worst / unit), present
     while True:
         found = largest_fit(excess, SMALLEST_POOL, high, unit, guess)
@@ -129,7 +140,7 @@ def largest_setting(
             return None
         settings |= less
         options |= less
-        guess, high = present, present + 1  # with less beside them all of them may fit
+        guess, high = present, most_pages + 1  # with less beside them all of them may fit
 
 
 def _less(settings: Mapping[str, Any]) -> dict[str, Any] | None:

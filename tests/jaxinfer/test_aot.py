@@ -171,6 +171,30 @@ def test_one_step_at_a_time_is_tried_before_smaller_steps(monkeypatch):
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(("asked", "pages"), [(None, 52), (4, 4)])
+def test_a_pool_that_nobody_asked_for_does_not_bound_the_search(monkeypatch, asked, pages):
+    """Where a plan had no room, the pool is one sequence's: with one step at a time more than that fits."""
+
+    class NoRoom(FakeCompiler):
+        weights = 32 * GIB  # and 16 for the tokens of a prefill: 52 pages
+
+        def describe(self, options):
+            return super().describe({"num_pages": 3} | {k: v for k, v in options.items() if v is not None})
+
+        def compile(self, options, name, save=None):
+            if self.describe(options)["options"]["decode_steps"] > 1:
+                return {
+                    "program": name,
+                    "result": "too large",
+                    "needed_bytes": 10**6 * GIB,
+                    "usable_bytes": GIB,
+                }
+            return super().compile(options, name)
+
+    result, _ = compile_fake(monkeypatch, NoRoom, options={} if asked is None else {"num_pages": asked})
+    assert result["nearest"]["num_pages"] == pages and result["nearest"]["decode_steps"] == 1
+
+
 def test_weights_alone_are_too_large(monkeypatch):
     class Hopeless(FakeCompiler):
         weights = 120 * GIB
