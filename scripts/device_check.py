@@ -115,6 +115,9 @@ def supervise(command: list[str], report: Report, limit: float, silence: float) 
                     running, settled = "", settled + 1
         except TimeoutError as error:
             broken = f"{error}; "
+        except BaseException:  # Ctrl-C: what holds the device does not outlive this process
+            child.close(kill=True)
+            raise
         ended = child.close(kill=bool(broken))
         if why or (settled == len(plan) and plan):
             break

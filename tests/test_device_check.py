@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -99,6 +100,27 @@ def test_what_runs_on_past_the_limit_is_cut_short(tmp_path, monkeypatch):
 def test_a_child_that_cannot_start_is_started_once(tmp_path):
     lines, counts = supervise(tmp_path, "unborn", "one")
     assert counts == {"failed": 1} and "no device here" in lines[0]["error"]
+
+
+def test_ctrl_c_leaves_no_child_and_keeps_what_is_known(tmp_path):
+    """A process that holds the device after the script has gone keeps everybody else from it."""
+    out, pid = tmp_path / "out.jsonl", tmp_path / "pid"
+    code = FAKE_CHILD.replace(
+        "time.sleep(60)", f"open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    )
+
+    def interrupt(*arguments, **options):
+        while not pid.exists() or not pid.read_text():
+            time.sleep(0.01)
+        raise KeyboardInterrupt
+
+    with out.open("w") as file:
+        report = device_check.Report(file)
+        report.add = lambda record: (device_check.Report.add(report, record), interrupt())
+        with pytest.raises(KeyboardInterrupt):
+            device_check.supervise([sys.executable, "-c", code, "one", "hangs"], report, 30.0, silence=30.0)
+        assert json.loads(out.read_text())["name"] == "one"
+    assert not Path(f"/proc/{pid.read_text()}").exists()
 
 
 def test_an_exception_is_the_result_of_its_case_alone(capsys):
