@@ -1,6 +1,8 @@
 """docs/aot.md, from the records of scripts/aot.py: what compiled, what was refused and why, and what did not run."""
 
 import datetime
+import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -82,7 +84,7 @@ def document(
         "## Kernels",
         "",
         "A case is refused where our own checks name another implementation (its reason stands above), and fails where",
-        "the compiler does not take it, or where the pool is copied.",
+        "the compiler does not take it, or where temporaries are more than half of the pool or weight.",
         "",
         *_kernel_table(cases, kernels),
         "",
@@ -104,7 +106,7 @@ def kernel_of(case: str) -> str:
 
 
 def kernel_result(record: Record) -> str:
-    """compiled, refused by us, or failed: rejected by the compiler, or compiled with a copy of the pool."""
+    """compiled, refused by us, or failed: rejected by the compiler, or with temporaries as if the pool were copied."""
     if record["result"] == "compiled":
         copied = record.get("temp_bytes", 0) > record.get("pool_bytes", float("inf")) // 2
         not_aliased = record.get("alias_bytes", 0) < record.get("donated_bytes", 0)
@@ -228,34 +230,45 @@ def _missing_programs(
 
 
 def _missing_cases(cases: Mapping[str, Sequence[str]], kernels: Mapping[tuple, Record]) -> list[str]:
-    """A line for each kernel and chip with cases that did not run."""
+    """A line for each kernel with cases that did not run."""
     lines = []
-    for chip, names in cases.items():
-        for kernel in KERNELS:
+    for kernel in KERNELS:
+        counts = []
+        for chip, names in cases.items():
             mine = [name for name in names if kernel_of(name) == kernel]
             lacking = sum((chip, name) not in kernels for name in mine)
             if lacking:
-                lines.append(f"of {kernel} on {chip}: {lacking} of {len(mine)} cases")
+                counts.append(f"{lacking} of {len(mine)} cases on {chip}")
+        if counts:
+            lines.append(f"of {kernel}: {_list(counts)}")
     return lines
 
 
 def _bad_cases(kernels: Mapping[tuple, Record]) -> list[str]:
-    """Lines on the cases that are not compiled, those of one kernel, chip and reason together."""
-    found: dict[tuple[str, str, str], list[str]] = {}
+    """A line for each kernel and reason why cases are not compiled; reasons that differ in numbers are one."""
+    found: dict[tuple[str, str, str], tuple[str, list[str], Counter[str]]] = {}
     for (chip, case), record in kernels.items():
         result = kernel_result(record)
         if result != "compiled":
-            text = record.get("why") or record.get("reason") or record.get("error") or "the pool is copied"
-            why = f"{result}: {_reason(text)}"
-            found.setdefault((kernel_of(case), why, case), []).append(chip)
-    grouped: dict[tuple[str, str, str], list[str]] = {}
-    for (kernel, why, case), where in found.items():
-        grouped.setdefault((kernel, why, _list(where)), []).append(case)
+            text = record.get("why") or record.get("reason") or record.get("error")
+            reason = _reason(text) if text else _copy(record)
+            key = kernel_of(case), result, re.sub(r"[\d.]+", "", reason)
+            _, names, counts = found.setdefault(key, (reason, [], Counter()))
+            names += [case] if case not in names else []
+            counts[chip] += 1
     return [
-        f"- {kernel} on {where}, {len(names)} {'case' if len(names) == 1 else 'cases'} "
-        f"({_list(names[:3])}{', ...' if len(names) > 3 else ''}) {why}"
-        for (kernel, why, where), names in grouped.items()
+        f"- {kernel} {result} ({_list(f'{chip}: {n}' for chip, n in counts.items())}; {_list(names[:3])}"
+        f"{', ...' if len(names) > 3 else ''}): {reason}"
+        for (kernel, result, _), (reason, names, counts) in found.items()
     ]
+
+
+def _copy(record: Record) -> str:
+    """What is wrong with a case that compiled: a pool (of quantized_matmul: a weight) not in place."""
+    if record.get("alias_bytes", 0) < record.get("donated_bytes", 0):
+        return f"{size(record['alias_bytes'])} of {size(record['donated_bytes'])} donated are in place"
+    of = "weight" if kernel_of(record["case"]) == "quantized_matmul" else "pool"
+    return f"{size(record['temp_bytes'])} of temporaries beside a {of} of {size(record['pool_bytes'])}"
 
 
 def _reason(text: str) -> str:

@@ -80,9 +80,19 @@ def test_kernel_cases_are_counted_by_kernel_with_their_reasons():
     found = text(records, {"v5e": names})
     assert "| ragged_paged_attention | 1 of 2, 1 refused |" in found
     assert "| kv_append | 0 of 1, 1 failed |" in found
-    assert "- of quantized_matmul on v5e: 1 of 1 cases" in found
+    assert "- of quantized_matmul: 1 of 1 cases on v5e" in found
+    assert "- ragged_paged_attention refused (v5e: 1; attention_b): use implementation 'xla'" in found
+    assert "- kv_append failed (v5e: 1; kv_append_a): 90 B of temporaries beside a pool of 100 B" in found
+
+
+def test_reasons_that_differ_in_numbers_are_one_line():
+    why = "needs compute capability 9.0, not {}"
+    records = [case(f"attention_{n}", "refused", why=why.format(n)) for n in (8.0, 8.9)]
+    records.append(case("attention_8.0", "refused", why=why.format(8.0)) | {"target": "l4"})
+    found = text(records, {"v5e": [], "l4": []})
     assert (
-        "(attention_b) refused: use implementation 'xla'" in found and "failed: the pool is copied" in found
+        "refused (v5e: 2, l4: 1; attention_8.0, attention_8.9): needs compute capability 9.0, not 8.0"
+        in found
     )
 
 
