@@ -42,7 +42,16 @@ class Choice:
 
 
 def implementation(name: str, device: Device, dtype: str, head_dim: int) -> Choice:
-    """Which kernels write and read pages: `name`, or for "auto" the fastest that can run here."""
+    """Which kernels write and read pages: `name`, or for "auto" the fastest that can run here.
+
+    Raises ValueError for kernels of another accelerator; on a CPU all of them can be interpreted.
+    """
+    foreign = {"tpu": ("gpu", "gpu_xla"), "gpu": ("tpu",)}.get(device.platform, ())
+    if name in foreign:
+        raise ValueError(
+            f"implementation={name!r} has no kernels for {device.device_kind}, a {device.platform.upper()}: use "
+            f"'auto', 'xla' or {device.platform!r}"
+        )
     if name != "auto":
         return Choice(name, "asked for by name")
     if device.platform == "cpu":

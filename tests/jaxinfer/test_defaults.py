@@ -66,6 +66,15 @@ def test_a_name_is_never_replaced():
     assert defaults.implementation("reference", device("tpu"), "float32", 64).value == "reference"
 
 
+@pytest.mark.parametrize(("name", "platform"), [("tpu", "gpu"), ("gpu", "tpu"), ("gpu_xla", "tpu")])
+def test_kernels_of_another_accelerator_are_refused(name, platform):
+    """The compiler's own words were "scalar prefetch not implemented in the Triton backend"."""
+    chip = device(platform, compute_capability="9.0")
+    with pytest.raises(ValueError, match=f"implementation='{name}' has no kernels for {platform}"):
+        defaults.implementation(name, chip, "bfloat16", 128)
+    assert defaults.implementation(name, device("cpu"), "bfloat16", 128).value == name  # interpreted
+
+
 @pytest.mark.parametrize(("length", "expected"), [(5, 8), (20, 32), (4096, 64)])
 def test_a_page_is_no_larger_than_a_whole_sequence_needs(length, expected):
     assert defaults.page_size("auto", device("cpu"), length) == expected
