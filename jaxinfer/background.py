@@ -35,6 +35,10 @@ class BackgroundCompiler:
             except Exception as error:  # the step that needs the program will raise it where it is seen
                 logger.warning("compiling %s behind the steps failed: %s", program, error)
 
+    @property
+    def under_way(self) -> bool:
+        return self._thread.is_alive()
+
     def stop(self) -> None:
         """Begins no further program; does not wait for the one under way."""
         self._stopped.set()

@@ -110,6 +110,10 @@ class Engine:
 
     `bad_word_ids(text)` turns a bad word into the token id sequences to be banned; it is needed only for
     requests that have bad words.
+
+    With `compile_first` what one short prompt needs, its prefill and then its decode, is compiled on a thread from
+    here on. `weights` may be their shapes (`jax.ShapeDtypeStruct` leaves) then, while they are read: before the
+    first step `engine.weights` must be set.
     """
 
     def __init__(
@@ -121,6 +125,7 @@ class Engine:
         config: EngineConfig,
         *,
         bad_word_ids: Callable[[str], list[list[int]]] | None = None,
+        compile_first: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         config.buckets.check(config.scheduler)
@@ -130,7 +135,6 @@ class Engine:
         self._pages_per_row = kv.pages_needed(config.scheduler.max_model_len, spec.page_size)
         place = getattr(jax.tree.leaves(weights)[0], "sharding", None)
         self._init_cache = jax.jit(partial(kv.init, spec), out_shardings=kv.page_format(spec, place))
-        self._allocate()
         self.programs = Programs(
             model,
             model_config,
@@ -141,16 +145,23 @@ class Engine:
             saved=config.saved_programs,
         )
         self._processor_args = ProcessorArgs(config.logits_processor_args)
-        self._background: BackgroundCompiler | None = None
+        self._first: BackgroundCompiler | None = None  # of what a first prompt needs
+        self._background: BackgroundCompiler | None = None  # of the rest
+        self._cache, self._rows = jax.eval_shape(self._init_cache), jax.eval_shape(self._init_rows)
+        if compile_first:
+            self._first = self._compile_in_background(self._declared(config.buckets.first_programs()))
+        self._allocate()
         self.metrics = Metrics()
         self.recording: Recording | None = None  # set one to keep single steps
         self._start_host_state()
 
     def _allocate(self) -> None:
         """Device state: the pages of the cache, and what rows keep between steps."""
+        self._cache, self._rows = self._init_cache(), self._init_rows()
+
+    def _init_rows(self) -> RowState:
         scheduler = self.config.scheduler
-        self._cache = self._init_cache()
-        self._rows = sampling.init_row_state(scheduler.max_num_seqs, scheduler.max_model_len)
+        return sampling.init_row_state(scheduler.max_num_seqs, scheduler.max_model_len)
 
     def _start_host_state(self) -> None:
         allocator = PageAllocator(
@@ -229,7 +240,7 @@ class Engine:
         """Refuses, before it disturbs others, a request whose programs are none of those of the warm-up."""
         params, buckets, vocab = row.params, self.config.buckets, self.model_config.vocab_size
         scored = request.num_prompt_logprobs
-        variant = sampling.variant_of([row])
+        variant = buckets.variant(sampling.variant_of([row]))
         needs = {
             f"sampling variant {variant!r} (compiled: {list(buckets.variants)})": variant
             not in buckets.variants,
@@ -322,6 +333,9 @@ class Engine:
         """
         try:
             begun = self.clock()
+            if self._in_flight and self._first is not None and self._first.under_way:
+                # The next step would wait for its program here, and the token that is there with it.
+                return self._commit(self._in_flight.popleft())
             scheduled = self.scheduler.schedule()
             if scheduled is not None:
                 self._dispatch(scheduled, begun)
@@ -432,7 +446,8 @@ class Engine:
         # While the same rows run, their parameters stay on the device.
         if self._sampling_key != (seqs, num_rows):
             known = [self._unfinished[seq] for seq in seqs]
-            options, batch = self._sampling_batch(known, num_rows, sampling.variant_of(known))
+            variant = self.config.buckets.variant(sampling.variant_of(known))
+            options, batch = self._sampling_batch(known, num_rows, variant)
             self._sampling_key, self._sampling = (seqs, num_rows), (options, jax.device_put(batch))
         options, on_device = self._sampling
         wanted = [k for seq in seqs if (k := seq.request.num_logprobs) is not None]
@@ -585,17 +600,23 @@ class Engine:
 
     def _declared_programs(self) -> list[Program]:
         """All programs of the buckets, the ones needed first at the front."""
+        return self._declared(self.config.buckets.programs())
+
+    def _declared(self, programs: list[Program]) -> list[Program]:
         args = self._processor_args.signature
         return [
             program if program.kind == "score" else replace(program, processor_args=args)
-            for program in self.config.buckets.programs()
+            for program in programs
         ]
 
     def _compile_behind(self, variant: Variant) -> None:
         """Begins to compile, on a thread of its own, what `warmup` would; programs of `variant` first."""
         programs = sorted(self._declared_programs(), key=lambda program: program.variant != variant)
+        self._background = self._compile_in_background(programs)
+
+    def _compile_in_background(self, programs: list[Program]) -> BackgroundCompiler:
         jobs = [(program, _shapes(self._warmup_arguments(program))) for program in programs]
-        self._background = BackgroundCompiler(self.programs, jobs)
+        return BackgroundCompiler(self.programs, jobs)
 
     def _warmup_arguments(self, program: Program) -> tuple:
         """Arguments of the shapes that `program` takes."""
@@ -608,8 +629,9 @@ class Engine:
 
     def close(self, *, weights: bool = True) -> None:
         """Frees device memory: cache, row state, and the weights unless they belong to somebody else."""
-        if self._background is not None:
-            self._background.stop()
+        for background in (self._first, self._background):
+            if background is not None:
+                background.stop()
         for step in self._in_flight:  # a device must not be at work when the process ends
             with suppress(Exception):  # nobody asks for its result any more
                 jax.block_until_ready(step.output)
@@ -620,12 +642,16 @@ class Engine:
 
 
 def _shapes(arguments: tuple) -> tuple:
-    """Arguments with the shape, dtype and sharding of each device array in its place."""
+    """Arguments with the shape and dtype of each device array in its place, and its sharding if it is bound to it.
+
+    So they lower to the same program, and to the same key of the persistent cache, as the arrays.
+    """
 
     def shape(x: Any) -> Any:
         if not isinstance(x, jax.Array):
             return x
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding, weak_type=x.aval.weak_type)
+        place = x.sharding if x.committed else None
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place, weak_type=x.aval.weak_type)
 
     return jax.tree.map(shape, arguments)
 

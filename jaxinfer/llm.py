@@ -72,8 +72,9 @@ class LLM:
         kind of CPU and one version of jax. Steps are slower; a device or implementation for which this is not
         proven is refused.
       strict_compile: raise if a program is compiled after `warmup()`.
-      background_compile: behind the first token, compile on another thread what `warmup()` would. A process that
-        ends meanwhile waits for the program under way.
+      background_compile: compile on another thread: on a CPU, while weights are read, the programs of a first short
+        prompt; behind the first token, what `warmup()` would. A process that ends meanwhile waits for the program
+        under way.
       logprobs_mode: "raw" (log-softmax of the model's logits) or "processed" (after all filters); of output
         tokens. Those of prompt tokens are always raw.
       logits_processors: functions of logits, traced into the step; see logits_processors.py.
@@ -211,20 +212,18 @@ class LLM:
         logger.info("attention: %s on %s, since %s", chosen.value, device.device_kind, chosen.reason)
         for line in plan.lines():
             logger.info(line)
-        given, weights = weights, found.load_weights()
-        self._in_form = found.in_form
-        # Arrays on the device that nobody but this LLM has: `close` frees them.
-        theirs = {id(leaf) for leaf in jax.tree.leaves(given)}
-        self._owned_weights = [leaf for leaf in jax.tree.leaves(weights) if id(leaf) not in theirs]
         if buckets is None:
             buckets = Buckets.default(
                 max_num_seqs, max_num_batched_tokens, decode_steps, device.platform, tile
             )
         buckets = replace(buckets, tile=tile)
+        # On a CPU the first programs are compiled, or loaded, while pages are written and weights are read. Elsewhere
+        # pages come last: leaves that are quantized as they come need room on the device for a while.
+        early = background_compile and device.platform == "cpu" and found.shapes is not None
         self.engine = Engine(
             found.module,
             config,
-            weights,
+            found.shapes if early else found.load_weights(),
             spec,
             EngineConfig(
                 scheduler=replace(
@@ -244,7 +243,21 @@ class LLM:
                 saved_programs=saved,
             ),
             bad_word_ids=None if found.tokenizer is None else self._bad_word_ids,
+            compile_first=early,
         )
+        given = weights
+        if early:
+            try:
+                self.engine.weights = found.load_weights()
+            except BaseException:
+                self.engine.close(weights=False)
+                raise
+        self._in_form = found.in_form
+        # Arrays on the device that nobody but this LLM has: `close` frees them.
+        theirs = {id(leaf) for leaf in jax.tree.leaves(given)}
+        self._owned_weights = [
+            leaf for leaf in jax.tree.leaves(self.engine.weights) if id(leaf) not in theirs
+        ]
         self.device_choice = f"{device.platform} ({device.device_kind})"
         self.implementation_choice = chosen
         self._seed = seed

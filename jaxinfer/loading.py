@@ -81,6 +81,9 @@ class FoundModel:
     name: str  # pages are shared under equal names only
     sampling_defaults: SamplingParams = field(default_factory=SamplingParams)
     in_form: Callable[[Any], Any] = lambda weights: weights  # weights as published -> in the form that runs
+    shapes: Any = (
+        None  # tree of jax.ShapeDtypeStruct of the weights that are to be read; None: known when read
+    )
 
 
 def find_model(
@@ -113,6 +116,7 @@ def find_model(
         end_token_ids=frozenset(checkpoint.end_token_ids) | tokenizer.eos_token_ids,
         name=str(path),
         sampling_defaults=default_sampling_params(file),
+        shapes=jax.eval_shape(partial(module.init, config), jax.random.key(0)),
     )
 
 
@@ -177,5 +181,6 @@ def quantized(
         load_weights=partial(found.load_weights, transform=transform),
         name=f"{found.name}, {quantize}",
         in_form=lambda weights: quantization.quantize(weights, axes, products),
+        shapes=None if found.weights_loaded else shapes,
     )
     return changed, sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes))

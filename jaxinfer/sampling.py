@@ -15,13 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jax import Array
+from jax import Array, lax
 
 from jaxinfer.filters import Filters, argmax, best_tokens, draw, find_cut, keep_mask
 from jaxinfer.penalties import Extras, apply_extras, asks_for_extras, build_extras
 from jaxinfer.request import GREEDY_BELOW
 
-Variant = Literal["greedy", "sample", "full"]
+Variant = Literal["greedy", "sample", "any", "full"]
 LogprobsMode = Literal["raw", "processed"]
 # fn(logits f32[B, V], rows: RowState of these B rows, params: pytree with leading B) -> f32[B, V]
 LogitsProcessor = Callable[[Array, "RowState", Any], Array]
@@ -178,7 +178,8 @@ def sample(
       rows: read where variant is "full" or there are logits processors.
       row_ids: i32[B] the row of `rows` of each row of the batch.
       batch: may be None where variant is "greedy".
-      variant: "greedy" is the argmax; "sample" has temperature and filters; "full" has `batch.extras` too.
+      variant: "greedy" is the argmax; "sample" has temperature and filters; "any" is "sample" with a branch on the
+        device, which takes the argmax where all rows are greedy; "full" has `batch.extras` too.
         A row gets the same token from each variant that covers its parameters.
       num_logprobs: number of alternatives, 0 for the chosen token alone; None for no logprobs.
       logprobs_mode: "raw" is the log-softmax of `logits`; "processed" that of the distribution which the
@@ -205,9 +206,15 @@ def sample(
         raise ValueError(f'sample: variant "{variant}" needs a SamplingBatch; only "greedy" works without.')
     else:
         temperature, filters = batch.temperature, _filters(batch, logits.shape[1])
-        tokens = draw(
-            logits, _positive(temperature), filters, purpose_keys(batch.key, positions, SAMPLE), rows_at_once
-        )
+
+        def draw_tokens() -> Array:
+            keys = purpose_keys(batch.key, positions, SAMPLE)
+            return draw(logits, _positive(temperature), filters, keys, rows_at_once)
+
+        if variant == "any":
+            tokens = lax.cond(jnp.all(temperature < GREEDY_BELOW), lambda: argmax(logits), draw_tokens)
+        else:
+            tokens = draw_tokens()
     if num_logprobs is None and logprob_token_ids is None:
         return SampleOutput(tokens)
 

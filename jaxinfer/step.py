@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 SCORE_POSITIONS = 64  # prompt positions that one score program unembeds
 MAX_SHAPES = 8  # of the default buckets
+SINGLE_PROMPT = 128  # tokens of a prompt that has a program of one row, on CPU
 NUM_END_IDS = 8  # end ids per row that a multi-step decode can watch for
 
 
@@ -105,19 +106,28 @@ class Buckets:
 
         With R = max_num_seqs and T = max_num_batched_tokens:
           CPU: decode 1, 8, 3R/8, 5R/8 and R rows, k steps at once for 1 row alone. A step's time grows with its
-            rows, so row counts are close; the host costs little beside a step of many rows.
+            rows, so row counts are close; the host costs little beside a step of many rows. One program serves
+            greedy and sampled rows: a branch costs nothing, and a loaded program costs time and memory. A prompt of
+            up to 128 tokens that comes alone has a program of one row: it is loaded in half the time of one with
+            R rows, and unembeds one row.
           elsewhere: decode 8, 64 (256 if R is over 256) and R rows, each with k steps at once: rows are nearly
-            free.
+            free. A branch makes a device wait for the host, so greedy rows have their own programs.
           prefill T, T/4, T/16 ... tokens (at least 32) of up to R rows, as many as there is room for.
-        So R = 64, T = 512, k = 8 has decode[1,1] [8,1] [24,1] [40,1] [64,1] [1,8] and prefill[128,64] [512,64]
-        on CPU; elsewhere decode[8,1] [64,1] [8,8] [64,8] and prefill[32,32] [128,64] [512,64].
+        So R = 64, T = 512, k = 8 has decode[1,1] [8,1] [24,1] [40,1] [64,1] [1,8] and prefill[128,1] [128,64]
+        [512,64] on CPU: 9 programs; elsewhere decode[8,1] [64,1] [8,8] [64,8] and prefill[32,32] [128,64] [512,64].
         With a tile: decode 1 and R, prefill T. The work of a step is its live tiles, whatever its bucket.
         """
         most = max_num_seqs
+        variants: tuple[Variant, ...] = ("any",) if platform == "cpu" else ("greedy", "sample")
         if tile is not None:
             widest = (max_num_batched_tokens, min(max_num_batched_tokens, most))
             return Buckets(
-                (widest,), tuple(sorted({1, most})), decode_steps, max_multi_step_rows=1, tile=tile
+                (widest,),
+                tuple(sorted({1, most})),
+                decode_steps,
+                max_multi_step_rows=1,
+                variants=variants,
+                tile=tile,
             )
         if platform == "cpu":
             rows, multi = [1, 8, 3 * most // 8, 5 * most // 8], 1
@@ -126,11 +136,15 @@ class Buckets:
         decode = sorted({b for b in rows if 0 < b < most} | {most})
         num_decode = len(decode) + (decode_steps > 1) * sum(b <= multi for b in decode)
         widths = [max_num_batched_tokens // 4**i for i in range(MAX_SHAPES - num_decode)]
+        prefill = {(t, min(t, most)) for t in widths if t >= 32 or t == widths[0]}
+        if platform == "cpu":
+            prefill.add((min(SINGLE_PROMPT, max_num_batched_tokens), 1))
         return Buckets(
-            prefill=tuple((t, min(t, most)) for t in reversed(widths) if t >= 32 or t == widths[0]),
+            prefill=tuple(sorted(prefill)),
             decode=tuple(decode),
             decode_steps=decode_steps,
             max_multi_step_rows=multi,
+            variants=variants,
         )
 
     def check(self, scheduler: SchedulerConfig) -> None:
@@ -154,10 +168,10 @@ class Buckets:
                 f"{multi} rows may take decode_steps={self.decode_steps} steps at once, and no decode bucket of "
                 f"{self.decode} up to max_multi_step_rows={self.max_multi_step_rows} holds them"
             )
-        unknown = set(self.variants) - {"greedy", "sample"}
+        unknown = set(self.variants) - {"greedy", "sample", "any"}
         if unknown:
             raise ValueError(
-                f"buckets have variants {sorted(unknown)}; warm-up compiles 'greedy' and 'sample'"
+                f"buckets have variants {sorted(unknown)}; warm-up compiles 'greedy', 'sample' or 'any'"
             )
 
     def programs(self) -> list[Program]:
@@ -175,6 +189,18 @@ class Buckets:
         ]
         widths = dict.fromkeys(t for t, _ in self.prefill)
         return programs + [score_program(t, k, self.tile) for k in self.prompt_logprobs for t in widths]
+
+    def variant(self, needed: Variant) -> Variant:
+        """The variant whose programs run rows that need `needed`."""
+        return "any" if needed != "full" and "any" in self.variants else needed
+
+    def first_programs(self) -> list[Program]:
+        """Those that one short prompt needs: its prefill, and then k steps at once, in the first variant."""
+        k, variant = self.decode_steps, self.variants[0]
+        return [
+            Program("prefill", *self.prefill[0], 1, variant, tile=self.tile),
+            Program(*self.shape(1, 1, k), k, variant, tile=self.tile),
+        ]
 
     def shape(
         self, num_tokens: int, num_rows: int, num_steps: int, scores_prompt: bool = False
