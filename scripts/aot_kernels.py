@@ -6,6 +6,7 @@ VENV has the same jax as this one plus `jax[tpu]` (libtpu); apart, because an in
 starts. Prints one JSON line per kernel case: whether the compiler took it, the bytes it set aside besides arguments
 and results (a copy of the pool would stand there), the bytes that alias, the seconds. Exits with 1 when a case was
 rejected or copies the pool.
+Arrays have the layouts in memory that the kernels read, as docs/kernels.md says: who owns them asks for these.
 It proves that the chip's compiler accepts the programs and that nothing is copied; it does not prove speed.
 """
 
@@ -218,16 +219,21 @@ def compile_case(case: Case | Matmul, topology: Any) -> dict[str, Any]:
     record: dict[str, Any] = {"case": case.name, "chip": topology.devices[0].device_kind}
     started = time.perf_counter()
     try:
+        pool: Any = sharding
         if isinstance(case, Matmul):
             function, shapes = build_matmul(case, topology.devices[0].device_kind)
-            row_major = False
+            by_rows, by_columns = (Format(Layout(order), sharding) for order in ((0, 1), (1, 0)))
+            # As tpu.quantized_matmul reads them; x comes out of another operation in a program.
+            formats = {"x": by_rows, "qvalue": by_rows, "scale": by_columns, "offset": by_columns}
         else:
             function, shapes = build(case)
             row_major = MODELS[case.model][2] * 2 % LANES != 0
-        pool = Format(Layout((0, 1, 2, 3)), sharding) if row_major else sharding
-        record["pool_layout"] = "row major" if row_major else "default"
+            if row_major:
+                pool = Format(Layout((0, 1, 2, 3)), sharding)
+            formats = dict.fromkeys(POOLS, pool)
+            record["pool_layout"] = "row major" if row_major else "default"
         arguments = {
-            name: x and jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=pool if name in POOLS else sharding)
+            name: x and jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=formats.get(name, sharding))
             for name, x in shapes.items()
         }
         names = list(arguments)

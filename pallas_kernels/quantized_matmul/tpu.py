@@ -40,6 +40,8 @@ def quantized_matmul(
 ) -> jax.Array:
     """See the package's docstring. Blocks left None come from `tuning`, for the chip that device_kind names if any.
 
+    Nothing is copied where qvalue lies by rows in memory and scale and offset of groups by columns (docs/kernels.md).
+
     Raises NotImplementedError where D cannot be cut into blocks of whole lanes and groups and is too long for one.
     """
     if w8a8 is None:

@@ -98,7 +98,7 @@ def make_schedule(
     by_tma = compute_capability >= mosaic_gpu.FIRST_WITH_TMA
     group, tile_rows, m_warps = _tile(max_q_len, group, head_dim, by_tma)
     block_kv, num_stages = gpu_tuning.decode_blocks(
-        head_dim, page_size, kv_itemsize, tile_rows, compute_capability
+        head_dim, page_size, kv_itemsize, tile_rows, m_warps, compute_capability
     )
     target_blocks = gpu_tuning.DECODE_LIMITS[compute_capability].target_blocks
     splits = (

@@ -33,26 +33,38 @@ DECODE_LIMITS = {
 MAX_BLOCK_KV = 64  # kv tokens of one step
 MIN_BLOCK_KV = 32  # the least columns that four warps can share
 MAX_STAGES = 4
-# Registers of a decode thread, of its 255, that hold a block of K or V, sums and scores. With more ptxas spills.
-MOST_DECODE_REGISTERS = 192
+# Registers of a decode thread, of its 255, that hold what decode_registers counts. With more ptxas spills.
+MOST_DECODE_REGISTERS = 200
 
 
 def decode_blocks(
-    head_dim: int, page_size: int, kv_itemsize: int, tile_rows: int, compute_capability: tuple[int, int]
+    head_dim: int,
+    page_size: int,
+    kv_itemsize: int,
+    tile_rows: int,
+    m_warps: int,
+    compute_capability: tuple[int, int],
 ) -> tuple[int, int]:
     """(block_kv, num_stages): two stages at least, in stage_bytes where MIN_BLOCK_KV allows it."""
-    token_bytes, wide_bytes = 2 * head_dim * kv_itemsize, 2 * head_dim * 2
     stage_bytes = DECODE_LIMITS[compute_capability].stage_bytes
-    # Of one K or V of MAX_BLOCK_KV tokens, which 16 rows each need whole, then sums and scores by 128 threads.
-    registers = tile_rows * (MAX_BLOCK_KV * head_dim // 32 + head_dim + MAX_BLOCK_KV) // 128
-    block_kv = MAX_BLOCK_KV if head_dim <= 128 and registers <= MOST_DECODE_REGISTERS else MIN_BLOCK_KV
-    if 2 * block_kv * token_bytes > stage_bytes:
+    token_bytes = 2 * head_dim * kv_itemsize
+    wide_bytes = 2 * head_dim * 2 if kv_itemsize == 1 else 0  # a token of 8-bit pages, widened apart
+    block_kv = MAX_BLOCK_KV if head_dim <= 128 else MIN_BLOCK_KV
+    if decode_registers(head_dim, tile_rows, m_warps, block_kv) > MOST_DECODE_REGISTERS:
+        block_kv = MIN_BLOCK_KV
+    if block_kv * (2 * token_bytes + wide_bytes) > stage_bytes:
         block_kv = MIN_BLOCK_KV
     if kv_itemsize == 1:
-        # A block's scales are read as one run of one page, and its elements are widened apart.
-        block_kv = min(block_kv, page_size)
-        stage_bytes -= block_kv * wide_bytes
-    return block_kv, min(max(stage_bytes // (block_kv * token_bytes), 2), MAX_STAGES)
+        block_kv = min(block_kv, page_size)  # its scales are read as one run of one page
+    num_stages = (stage_bytes - block_kv * wide_bytes) // (block_kv * token_bytes)
+    return block_kv, min(max(num_stages, 2), MAX_STAGES)
+
+
+def decode_registers(head_dim: int, tile_rows: int, m_warps: int, block_kv: int) -> int:
+    """Of a thread for q, a block of K or V, float32 out and scores, and weights: 128 threads share out and scores; of q
+    and weights each warp holds the rows of its m_warps-th, of K or V the columns of its (4 / m_warps)-th."""
+    q, weights = (tile_rows * size // (64 * m_warps) for size in (head_dim, block_kv))
+    return q + block_kv * head_dim * m_warps // 256 + tile_rows * (head_dim + block_kv) // 128 + weights
 
 
 def most_decode_bytes(tile_rows: int, head_dim: int, compute_capability: tuple[int, int]) -> int:
