@@ -241,7 +241,7 @@ def compile_case(case: Case | Matmul, topology: Any) -> dict[str, Any]:
         jitted = jax.jit(
             lambda *arrays: function(**dict(zip(names, arrays, strict=True))),
             donate_argnums=tuple(i for i, name in enumerate(names) if name in POOLS) if appends else (),
-            out_shardings=(pool, None, *((None,) if "q" in names else ())) if appends else None,
+            out_shardings=(pool, None, *((None,) if "q" in names else ())) if appends else formats.get("x"),
         )
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             lowered = jitted.lower(*arguments.values())

@@ -310,6 +310,7 @@ def _attend(
                 return acc_ref[...]
 
             scores = pl.run_scoped(multiply_keys, plgpu.ACC((WGMMA_ROWS, block_kv), jnp.float32))
+            # No fence here and below: WGMMA has been awaited, and reads in the proxy in which TMA writes.
             plgpu.barrier_arrive(k_consumed.at[stage])
             if soft_cap is None:
                 scores = scores * (sm_scale * LOG2_E)
