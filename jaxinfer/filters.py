@@ -16,15 +16,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jax import Array, lax
+
+from jaxinfer import struct
 
 BLOCK = 128  # tokens of the vocabulary that are summed together
 FAN = 16  # tokens, or blocks, under one maximum in the search for the best tokens
 HEAD = 64  # best tokens that are looked at before the whole vocabulary is
 
 
-class Filters(struct.PyTreeNode):
+@struct.dataclass
+class Filters:
     """The filters of each row, after `temperature` became part of the weights."""
 
     top_k: Array  # i32[B], 1..V
@@ -32,7 +34,8 @@ class Filters(struct.PyTreeNode):
     min_p: Array  # f32[B], 0 is off; relative to the best token
 
 
-class Cut(struct.PyTreeNode):
+@struct.dataclass
+class Cut:
     """The last token that a row keeps."""
 
     value: Array  # f32[B] its logit
@@ -142,7 +145,8 @@ def draw(logits: Array, temperature: Array, filters: Filters, keys: Array, rows_
     )
 
 
-class _Head(struct.PyTreeNode):
+@struct.dataclass
+class _Head:
     """The best tokens of each row, in order; W = min(HEAD, V)."""
 
     values: Array  # f32[B, W]

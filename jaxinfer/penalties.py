@@ -10,14 +10,16 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 from jax import Array
+
+from jaxinfer import struct
 
 # Least lengths of the padded lists. A longer list is padded to the next power of two: one more program.
 _MIN_BIASES, _MIN_BAD_WORDS, _MIN_WORD_LENGTH, _MIN_STOP_IDS = 32, 8, 8, 8
 
 
-class Extras(struct.PyTreeNode):
+@struct.dataclass
+class Extras:
     """What rows ask for beyond temperature and filters; a row that asks for nothing is unchanged."""
 
     presence_penalty: Array  # f32[B], 0 is off

@@ -10,8 +10,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 
+from jaxinfer import struct
 from pallas_kernels.quantized_matmul import quantized_matmul
 
 FORMS = ("w8a8",)  # what `quantize` can make of the matrices of a model

@@ -14,9 +14,9 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 from jax import Array, lax
 
+from jaxinfer import struct
 from jaxinfer.filters import Filters, argmax, best_tokens, draw, find_cut, keep_mask
 from jaxinfer.penalties import Extras, apply_extras, asks_for_extras, build_extras
 from jaxinfer.request import GREEDY_BELOW
@@ -43,7 +43,8 @@ class SamplingRow(NamedTuple):
     bad_words: Sequence[Sequence[int]] = ()  # token ids of each bad word
 
 
-class SamplingBatch(struct.PyTreeNode):
+@struct.dataclass
+class SamplingBatch:
     """Sampling parameters of the rows of a step. A greedy step has one only for what stands last."""
 
     temperature: Array  # f32[B]
@@ -94,7 +95,8 @@ def _label_ids(params: Sequence[Any], num_rows: int) -> np.ndarray | None:
     return ids
 
 
-class RowState(struct.PyTreeNode):
+@struct.dataclass
+class RowState:
     """Device state of running rows between steps: R rows and a spare one that padding reads and writes."""
 
     last_token: Array  # i32[R + 1]
@@ -102,7 +104,8 @@ class RowState(struct.PyTreeNode):
     num_tokens: Array  # i32[R + 1]
 
 
-class SampleOutput(struct.PyTreeNode):
+@struct.dataclass
+class SampleOutput:
     """The chosen tokens, and their logprobs where asked for. Alternatives are in the order of filters.py."""
 
     tokens: Array  # i32[B]

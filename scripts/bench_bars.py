@@ -3,6 +3,7 @@
     python scripts/bench_bars.py host                      host cost of a step: rows, length of the queue (no device)
     python scripts/bench_bars.py share --model MODEL       host cost of a step of 64 rows, as a share of the device's
     python scripts/bench_bars.py memory --model MODEL      peak memory after warm-up, growth over generate calls
+    python scripts/bench_bars.py start --model MODEL       process start to first token, cold and from the cache
     python scripts/bench_bars.py latency --model MODEL     ITL of decoding rows while a long prompt comes in
     python scripts/bench_bars.py prefix --model MODEL      prompt tokens computed behind a shared preamble
 
@@ -14,7 +15,9 @@ import gc
 import itertools
 import json
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -257,6 +260,41 @@ def _status(key: str) -> int:
     raise ValueError(f"/proc/self/status has no {key}")
 
 
+# Start
+
+START = """
+import json, sys, time
+times = {"interpreter": time.monotonic()}
+import jax
+times["import jax"] = time.monotonic()
+from jaxinfer import LLM, SamplingParams
+times["import jaxinfer"] = time.monotonic()
+model, dtype, folder, rows = sys.argv[1:]
+llm = LLM(model, dtype=dtype, max_model_len=1024, max_num_seqs=int(rows), compilation_cache_dir=folder)
+times["weights and pages"] = time.monotonic()
+params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+(output,) = llm.generate("The capital of France is", params, use_tqdm=False)
+times["first token"], times["16 tokens"] = output.metrics.first_token_time, time.monotonic()
+print(json.dumps(times))
+"""
+
+
+def start(args: argparse.Namespace) -> dict[str, Any]:
+    """A short prompt in a new process: with nothing compiled, and then from the persistent cache."""
+    bars = {"cold": 25.0, "warm": 4.0}
+    result: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ("cold", *["warm"] * args.starts):
+            command = [sys.executable, "-c", START, args.model, args.dtype, folder, str(args.rows)]
+            begun = time.monotonic()
+            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, check=True)
+            times = json.loads(done.stdout.splitlines()[-1])
+            phases = {phase: at - begun for phase, at in times.items()}
+            print(f"  {name}: " + ", ".join(f"{phase} {at:.2f}" for phase, at in phases.items()))
+            result.setdefault(f"{name}_s", []).append(phases["first token"])
+    return result | {"bars": {f"{name}_s": bar for name, bar in bars.items()}}
+
+
 # Latency
 
 
@@ -346,7 +384,14 @@ def prefix(args: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-MEASURES = {"host": host, "share": share, "memory": memory, "latency": latency, "prefix": prefix}
+MEASURES = {
+    "host": host,
+    "share": share,
+    "memory": memory,
+    "start": start,
+    "latency": latency,
+    "prefix": prefix,
+}
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
@@ -362,6 +407,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument(
         "--kv-mib", type=int, help="memory: size of the pool; the engine's default if left out"
     )
+    parser.add_argument("--starts", type=int, default=3, help="start: how many from the cache")
     parser.add_argument("--prompt", type=int, default=4096, help="latency: tokens of the long prompt")
     parser.add_argument(
         "--budgets", type=int, nargs="+", default=[512, 64], help="latency: max_num_batched_tokens, compared"
@@ -377,6 +423,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
 
 
 def _shown(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(_shown, value))
     if isinstance(value, dict):
         return ", ".join(f"{name} {_shown(each)}" for name, each in value.items())
     return f"{value:.3f}" if isinstance(value, float) else str(value)

@@ -9,9 +9,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 
-from jaxinfer import attention, layers, quantization
+from jaxinfer import attention, layers, quantization, struct
 from jaxinfer.batch import StepBatch
 from jaxinfer.kv_cache import KVCache, KVCacheSpec
 from jaxinfer.layers import RopeConfig

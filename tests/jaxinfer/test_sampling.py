@@ -3,6 +3,7 @@
 Tolerance of logprobs: 1e-5. They are differences of float32 numbers below 32 (ulp 2e-6) and a log of a sum.
 """
 
+from dataclasses import replace
 from functools import partial
 from itertools import combinations
 
@@ -70,7 +71,7 @@ def run(logits, rows, *, tokens=None, positions=None, variant=None, labels=False
         **options,
     )
     output = jax.tree.map(lambda x: np.asarray(x)[:count], output)
-    return output.replace(label_logprobs=output.label_logprobs[:, :vocab]) if labels else output
+    return replace(output, label_logprobs=output.label_logprobs[:, :vocab]) if labels else output
 
 
 def row(seed=0, sample_index=0, prompt_len=0, end_ids=(), bad_words=(), **params):
