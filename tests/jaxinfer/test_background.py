@@ -6,10 +6,12 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 
+import jax
 import pytest
 from engines import BUCKETS, drain, generate, greedy_params, load, make_engine
 
 from jaxinfer.background import BackgroundCompiler
+from jaxinfer.engine import Engine
 from jaxinfer.request import SamplingParams
 from jaxinfer.step import Program, Programs
 
@@ -89,6 +91,22 @@ def test_the_rest_is_compiled_behind_the_first_token_with_the_variant_in_use_fir
     generate(engine, ([8, 9], SamplingParams(max_tokens=6, ignore_eos=True)))  # runs on what was compiled
     assert len(engine.programs) == 4 and engine.programs.compile_seconds == seconds
     drain(engine)
+
+
+def test_what_a_first_prompt_needs_is_compiled_while_its_weights_are_read():
+    """The engine has shapes in place of weights then; its tokens are those of an engine that had them at once."""
+    model, config, weights = load(NAME)
+    plain = make_engine(NAME)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), weights)
+    engine = Engine(model, config, shapes, plain.spec, plain.config, compile_first=True)
+    assert engine._first is not None
+    engine._first._thread.join(240)
+    first = set(engine.programs.compiled())
+    assert first == set(BUCKETS.first_programs()) and len(first) == 2
+    engine.weights = weights
+    request = [5, 6, 7], greedy_params(9, ignore_eos=True)
+    assert generate(engine, request) == generate(plain, request)
+    assert set(engine.programs.compiled()) == first
 
 
 SHORT = """

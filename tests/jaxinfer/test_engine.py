@@ -177,6 +177,14 @@ def test_default_buckets_hold_every_step_and_are_at_most_16_programs(platform, r
             buckets.shape(b, b, k)
 
 
+def test_on_a_cpu_one_program_serves_greedy_and_sampled_rows_and_a_single_prompt_has_its_own():
+    buckets = Buckets.default(64, 512, 8, "cpu")
+    assert len(buckets.programs()) == 9 and {p.variant for p in buckets.programs()} == {"any"}
+    assert [buckets.variant(v) for v in ("greedy", "sample", "full")] == ["any", "any", "full"]
+    assert [str(p) for p in buckets.first_programs()] == ["prefill[128,1] any", "decode[1,8] any"]
+    assert Buckets.default(64, 512, 8, "gpu").variant("greedy") == "greedy"
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

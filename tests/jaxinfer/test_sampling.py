@@ -641,3 +641,18 @@ def test_a_missing_batch_is_refused(variant):
             None,
             variant=variant,
         )
+
+
+def test_any_draws_what_greedy_and_sample_draw():
+    """One program for both: a batch of greedy rows takes the branch of the argmax, and a mixed one must not."""
+    logits = table(4, 300)
+    greedy = [row(seed=i, temperature=0.0) for i in range(4)]
+    mixed = [row(seed=i, temperature=t) for i, t in enumerate((0.0, 1.0, 0.7, 0.0))]
+    for rows in (greedy, mixed):
+        drawn = [
+            run(logits, rows, tokens=[(1, 2)] * 4, variant=variant).tokens for variant in ("any", "sample")
+        ]
+        np.testing.assert_array_equal(*drawn)
+        best = np.argmax(logits, -1)
+        np.testing.assert_array_equal(drawn[0][[0, 3]], best[[0, 3]])
+        assert (rows is greedy) == bool(np.all(drawn[0] == best))
