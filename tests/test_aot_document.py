@@ -79,10 +79,10 @@ def test_kernel_cases_are_counted_by_kernel_with_their_reasons():
     ]
     found = text(records, {"v5e": names})
     assert "| ragged_paged_attention | 1 of 2, 1 refused |" in found
-    assert "| kv_append | 0 of 1, 1 failed |" in found
+    assert "| kv_append | 0 of 1, 1 bulky |" in found
     assert "- of quantized_matmul: 1 of 1 cases on v5e" in found
     assert "- ragged_paged_attention refused (v5e: 1; attention_b): use implementation 'xla'" in found
-    assert "- kv_append failed (v5e: 1; kv_append_a): 90 B of temporaries beside a pool of 100 B" in found
+    assert "- kv_append bulky (v5e: 1; kv_append_a): 90 B of temporaries beside a pool of 100 B" in found
 
 
 def test_reasons_that_differ_in_numbers_are_one_line():
