@@ -20,6 +20,12 @@ of an array of pages stands in the compiled text. Cycles are the TPU compiler's 
 placeholders left out; the Pallas calls stand beside them with what they declare. Registers, spilled and shared bytes of
 GPU kernels are ptxas's, the most of any of our kernels in the program; of a program whose attention is XLA's they are
 those of the kernels that are ours, or none. All programs are for one device, so none has a collective."""
+KERNEL_RESULTS = """\
+A case is refused where our own checks name another implementation (its reason stands above), and fails where the
+compiler does not take it. It is bulky where temporaries are more than half of the pool or weight. By their bytes they
+are copies of scales and offsets (q4_1), of weights of 576 columns padded to 640 (SmolLM2 on v5p, and its unembedding on
+tpu7x), of half of a weight (w8a8 with 512 rows on tpu7x), or activations beside weights of a few hundred KiB. Such a
+copy is made in every call; why the compiler makes it is open."""
 LAYOUT = """\
 What a kernel that aliases the pool needs besides its arguments on a v6e, divided by the bytes of the pool
 (`scripts/page_layout.py`): 0 is a pool in place, 1 and more is a copy of all of it in every call."""
@@ -83,11 +89,7 @@ def document(
         "",
         "## Kernels",
         "",
-        "A case is refused where our own checks name another implementation (its reason stands above), and fails where",
-        "the compiler does not take it. It is bulky where temporaries are more than half of the pool or weight. By their",
-        "bytes they are copies of scales and offsets (q4_1), of weights of 576 columns padded to 640 (SmolLM2 on v5p,",
-        "and its unembedding on tpu7x), of half of a weight (w8a8 with 512 rows on tpu7x), or activations beside weights",
-        "of a few hundred KiB. Such a copy is made in every call; why the compiler makes it is open.",
+        KERNEL_RESULTS,
         "",
         *_kernel_table(cases, kernels),
         "",
@@ -304,11 +306,13 @@ def _kernel_table(cases: Mapping[str, Sequence[str]], kernels: Mapping[tuple, Re
                 str(results.count(name)) for name in ("compiled", "refused", "failed", "bulky")
             )
             most_of = [inner for record in mine for inner in record.get("kernels", ())]
-            if any("kernels" in record for record in mine):  # of a GPU
+            if most_of:  # of a GPU
                 spilling = sum(
                     any(inner["spill_bytes"] for inner in record.get("kernels", ())) for record in mine
                 )
-                need = _resources(most_of) + (f"; {spilling} cases spill" if spilling else "")
+                need = _resources(most_of) + (f"; cases that spill: {spilling}" if spilling else "")
+            elif not {"compiled", "bulky"} & set(results):
+                need = ""
             else:
                 need = size(max(record.get("temp_bytes", 0) for record in mine))
             lines.append(f"| {chip} | {kernel} | {counts} | {need} |")
