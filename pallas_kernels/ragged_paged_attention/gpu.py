@@ -156,6 +156,12 @@ def refusal(
             f"page_size {page_size} with head_dim {head_dim} is too small for cp.async, which compute capability"
             f" {capability} needs: use page_size 32 or more, or {ELSE}"
         )
+    if not by_tma and is_quantized and head_dim % 32:
+        # Widened 16 lanes at a time, from a buffer that cp.async fills, its layouts are searched for minutes.
+        return (
+            f"head_dim {head_dim} with kv_pages {kv_pages.dtype} on compute capability {capability} is not a multiple"
+            f" of 32: use pages of {q.dtype}, or {ELSE}"
+        )
     if not gpu_decode.fits(1, group, head_dim, compute_capability):
         return (
             f"{group} query heads per kv head of head_dim {head_dim} exceed the query tile, or the shared memory of"

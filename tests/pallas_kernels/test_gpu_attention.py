@@ -229,6 +229,11 @@ def test_same_call_twice_gives_the_same_bits():
         (in_bfloat16(CASES_BY_NAME["smollm2_mixed"]), (8, 0), r"max_q_len 33.*WGMMA.*8\.0.*gpu_xla"),
         (in_bfloat16(Case("x", 2, 1, 64, 8, (1,), (1,))), (8, 0), r"page_size 8.*cp\.async.*xla"),
         (in_bfloat16(Case("x", 2, 1, 72, 16, (1,), (1,))), (9, 0), r"head_dim 72.*xla"),
+        (
+            in_bfloat16(Case("x", 8, 8, 80, 64, (1,), (1,), kv_dtype="int8")),
+            (8, 0),
+            r"head_dim 80.*int8.*8\.0.*multiple of 32.*bfloat16.*xla",
+        ),
         (in_bfloat16(Case("x", 2, 1, 64, 24, (1,), (1,))), (9, 0), r"page_size 24.*xla"),
         (in_bfloat16(Case("x", 65, 1, 64, 16, (1,), (1,))), (9, 0), r"65 query heads.*xla"),
         (
