@@ -22,10 +22,9 @@ GPU kernels are ptxas's, the most of any of our kernels in the program; of a pro
 those of the kernels that are ours, or none. All programs are for one device, so none has a collective."""
 KERNEL_RESULTS = """\
 A case is refused where our own checks name another implementation (its reason stands above), and fails where the
-compiler does not take it. It is bulky where temporaries are more than half of the pool or weight. By their bytes they
-are copies of scales and offsets (q4_1), of weights of 576 columns padded to 640 (SmolLM2 on v5p, and its unembedding on
-tpu7x), of half of a weight (w8a8 with 512 rows on tpu7x), or activations beside weights of a few hundred KiB. Such a
-copy is made in every call; why the compiler makes it is open."""
+compiler does not take it. It is bulky where temporaries are more than half of the pool or weight, which may be a copy
+of it in every call or, beside small pools and weights, the activations. Where a kernel changed after the first run, its
+cases that changed or had failed ran again at the later commit, and the last record of a case counts."""
 LAYOUT = """\
 What a kernel that aliases the pool needs besides its arguments on a v6e, divided by the bytes of the pool
 (`scripts/page_layout.py`): 0 is a pool in place, 1 and more is a copy of all of it in every call."""
