@@ -1,7 +1,7 @@
 """GGUF files (llama.cpp's single-file format) as a `Checkpoint` with Hugging Face names, rows and keys.
 
 The header is read here and not with `gguf.GGUFReader`, which makes one numpy object per vocabulary entry: 8 s
-and 160 MB for a file of 98 MB. Block sizes and dequantization come from the `gguf` package. Format:
+and 160 MB for a file of 98 MB. Block sizes come from the `gguf` package. Format:
 https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
@@ -18,6 +18,8 @@ import gguf
 import ml_dtypes
 import numpy as np
 
+from checkpoints import gguf_blocks
+from checkpoints.gguf_blocks import Blocks, split
 from checkpoints.loading import Checkpoint, CheckpointError, TensorSource, settle_tied_head
 
 ARCHITECTURES = ("llama", "qwen3")  # general.architecture, the same word as Hugging Face's model_type
@@ -81,14 +83,7 @@ READ_DTYPES = {
     gguf.GGMLQuantizationType.F32: np.dtype(np.float32),
     gguf.GGMLQuantizationType.F16: np.dtype(np.float16),
     gguf.GGMLQuantizationType.BF16: np.dtype(ml_dtypes.bfloat16),
-    gguf.GGMLQuantizationType.Q8_0: np.dtype(np.float32),
-    gguf.GGMLQuantizationType.Q4_0: np.dtype(np.float32),
-    gguf.GGMLQuantizationType.Q4_1: np.dtype(np.float32),
-}
-PLAIN_TYPES = {
-    gguf.GGMLQuantizationType.F32,
-    gguf.GGMLQuantizationType.F16,
-    gguf.GGMLQuantizationType.BF16,
+    **dict.fromkeys(gguf_blocks.FORMS, np.dtype(np.float32)),
 }
 
 SCALAR_FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -226,30 +221,51 @@ def _source(path: Path, name: str, tensor: GGUFTensor, permuted_head_dim: int | 
             f"{', '.join(t.name for t in READ_DTYPES)}"
         )
     read_rows = partial(_read_rows, path, tensor)
+    blocks = read_blocks = None
+    if tensor.type in gguf_blocks.FORMS and len(tensor.shape) == 2:
+        blocks = gguf_blocks.shapes((tensor.shape[0], tensor.shape[1]), tensor.type)
+        read_blocks = partial(_read_blocks, path, tensor, permuted_head_dim)
     if permuted_head_dim is not None:
         read_rows = partial(_read_rope_rows, path, tensor, permuted_head_dim)
-    return TensorSource(tensor.shape, READ_DTYPES[tensor.type], tensor.nbytes, read_rows)
+    return TensorSource(tensor.shape, READ_DTYPES[tensor.type], tensor.nbytes, read_rows, blocks, read_blocks)
 
 
 def _read_rows(path: Path, tensor: GGUFTensor, start: int, stop: int) -> np.ndarray:
+    raw = _read_raw(path, tensor, start, stop)
+    if tensor.type in gguf_blocks.FORMS:
+        values = split(raw, tensor.type).values()
+    else:
+        values = raw.view(READ_DTYPES[tensor.type])
+    return values.reshape(stop - start, *tensor.shape[1:])
+
+
+def _read_raw(path: Path, tensor: GGUFTensor, start: int, stop: int) -> np.ndarray:
+    """Bytes of rows, uint8 [rows, bytes per row]."""
     # Plain reads, no memory map: pages of a mapped file count as resident memory until the system drops them.
     rows = tensor.shape[0] if tensor.shape else 1
     row_bytes = tensor.nbytes // max(1, rows)
     raw = np.fromfile(path, np.uint8, (stop - start) * row_bytes, offset=tensor.offset + start * row_bytes)
-    if tensor.type in PLAIN_TYPES:
-        values = raw.view(READ_DTYPES[tensor.type])
-    else:
-        values = gguf.dequantize(raw.reshape(stop - start, row_bytes), tensor.type)
-    return values.reshape(stop - start, *tensor.shape[1:])
+    return raw.reshape(stop - start, row_bytes)
 
 
 def _read_rope_rows(path: Path, tensor: GGUFTensor, head_dim: int, start: int, stop: int) -> np.ndarray:
-    """Rows in the published order: [N, H/2, 2, D] in the file is [N, 2, H/2, D] with Hugging Face."""
+    """Rows in the published order."""
     first = start // head_dim * head_dim
     last = -(-stop // head_dim) * head_dim
     rows = _read_rows(path, tensor, first, last)  # whole heads
-    heads = rows.reshape(-1, head_dim // 2, 2, *rows.shape[1:])
-    return heads.swapaxes(1, 2).reshape(rows.shape)[start - first : stop - first]
+    return rows[_published_order(last - first, head_dim)][start - first : stop - first]
+
+
+def _read_blocks(path: Path, tensor: GGUFTensor, permuted_head_dim: int | None) -> Blocks:
+    blocks = split(_read_raw(path, tensor, 0, tensor.shape[0]), tensor.type)
+    if permuted_head_dim is None:
+        return blocks
+    return blocks.take(_published_order(tensor.shape[0], permuted_head_dim))
+
+
+def _published_order(num_rows: int, head_dim: int) -> np.ndarray:
+    """Which rows of the file stand where: [N, H/2, 2, D] in the file is [N, 2, H/2, D] with Hugging Face."""
+    return np.arange(num_rows).reshape(-1, head_dim // 2, 2).swapaxes(1, 2).reshape(-1)
 
 
 def read_header(path: Path) -> GGUFHeader:

@@ -38,12 +38,16 @@ class TensorSource:
 
     `shape` and `dtype` are those of the array that is read (quantized file types read as float32); `nbytes`
     is the size in the file. `read_rows(start, stop)` reads that part of the first axis into new memory.
+    `read_blocks()` reads a quantized matrix as the file has it (gguf_blocks.Blocks), and `blocks` are the shapes of
+    what it reads; None where it is not stored so.
     """
 
     shape: tuple[int, ...]
     dtype: np.dtype
     nbytes: int
     read_rows: Callable[[int, int], np.ndarray] = field(repr=False)
+    blocks: Any = field(default=None, repr=False)
+    read_blocks: Callable[[], Any] | None = field(default=None, repr=False)
 
     def read(self) -> np.ndarray:
         """The whole tensor, `shape` and `dtype` as the fields say."""
@@ -55,6 +59,11 @@ class TensorSource:
         for start in range(0, self.shape[0], rows):
             part = slice(start, min(start + rows, self.shape[0]))
             yield part, self.read_rows(part.start, part.stop)
+
+
+Transform = Callable[
+    [str, jax.Array, TensorSource | None], Any
+]  # of load_weights; a leaf that was given has no source
 
 
 @dataclass(frozen=True)
@@ -108,14 +117,14 @@ def load_weights(
     config: Any,
     dtype: Any,
     sharding: Any = None,
-    transform: Callable[[str, jax.Array], Any] = lambda name, leaf: leaf,
+    transform: Transform = lambda name, leaf, source: leaf,
 ) -> Any:
     """The weights tree of `model_module` for `config`, read from `checkpoint` one tensor at a time.
 
     Tensors that the file stores with one axis (norms, biases) become float32, all others `dtype`. `sharding`
     is None (the default device), one `jax.sharding.Sharding` for every leaf, or a tree of them like the
-    weights. `transform(leaf name, array)` makes what stands in the tree of each leaf as it comes (quantized, say:
-    the whole model in `dtype` never exists). Peak host memory is the loaded weights plus a few chunks; on CPU the
+    weights. `transform(leaf name, array, source)` makes what stands in the tree of each leaf as it comes (quantized,
+    say: the whole model in `dtype` never exists). Peak host memory is the loaded weights plus a few chunks; on CPU the
     arrays that are filled here are the weights (no second copy).
 
     Raises CheckpointError naming all tensors that are missing, have no place in the model or a wrong shape.
@@ -129,7 +138,7 @@ def load_weights(
         wanted = np.dtype(np.float32) if len(source.shape) == 1 else np.dtype(dtype)
         host = _read_as(source, wanted).reshape(leaves[leaf].shape)
         # Wait for the copy to an accelerator, or host buffers of many tensors would be alive at once.
-        arrays.append(jax.block_until_ready(transform(leaf, jax.device_put(host, leaf_sharding))))
+        arrays.append(jax.block_until_ready(transform(leaf, jax.device_put(host, leaf_sharding), source)))
     return jax.tree.unflatten(treedef, arrays)
 
 
@@ -167,6 +176,11 @@ def named_leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> lis
         (jax.tree_util.keystr(path, simple=True, separator="."), leaf)
         for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)[0]
     ]
+
+
+def leaf_sources(checkpoint: Checkpoint, model_module: ModuleType, config: Any) -> dict[str, TensorSource]:
+    """The tensor of each leaf, by leaf name; CheckpointError as `load_weights`."""
+    return _match(checkpoint, model_module.HF_NAMES, weight_leaves(model_module, config)[0])
 
 
 def _match(

@@ -11,9 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 
 from jaxinfer import kv_cache as kv
-from jaxinfer import struct
 from jaxinfer.tiles import map_tiles
 
 

@@ -14,6 +14,8 @@ from pallas_kernels.ragged_paged_attention.gpu_tuning import DECODE_LIMITS
 DTYPES = {"cpu": "float32", "gpu": "bfloat16", "tpu": "bfloat16"}
 # platform -> tokens per page
 PAGE_SIZES = {"cpu": 64, "gpu": 64, "tpu": 128}
+# instruction set of a CPU -> form of the matrices for few rows, where it was measured (LOG.md, 2026-11-30)
+FEW_ROWS = {"avx2": "packed"}
 # On a CPU, when nothing else is said: this share of the available memory, and not more than so many bytes (all
 # of the pool is written once at start).
 CPU_MEMORY_SHARE, CPU_POOL_BYTES = 0.25, 2 << 30
@@ -89,6 +91,45 @@ def dtype(name: str, device: Device) -> str:
 def matmul_precision(name: str | None, dtype: str) -> str | None:
     """Precision of products: `name`, or such that float32 means float32 on every device."""
     return "highest" if name is None and dtype == "float32" else name
+
+
+def few_rows(name: str, device: Device, plain: bool, has_blocks: bool) -> Choice:
+    """How few rows are multiplied: "packed" by the codes of the file, or "full" by the matrices as all others.
+
+    Raises ValueError for "packed" where it cannot be.
+    """
+    if name == "full":
+        return Choice("full", "asked for by name")
+    obstacle = None
+    if device.platform != "cpu":
+        obstacle = f"codes are read on CPUs alone, not on {device.platform}"
+    elif not has_blocks:
+        obstacle = "the model is no GGUF file with matrices in Q4_0, Q4_1 or Q8_0"
+    elif not plain:
+        obstacle = "quantize and batch_invariant multiply in one way alone"
+    if name == "packed":
+        if obstacle is not None:
+            raise ValueError(f"few_rows='packed' cannot be: {obstacle}; leave it out")
+        return Choice("packed", "asked for by name")
+    if obstacle is not None:
+        return Choice("full", obstacle)
+    features = cpu_features()
+    for feature, value in FEW_ROWS.items():
+        if feature in features:
+            return Choice(
+                value, f"that was the faster one on a CPU with {feature}: exact values, float32 sums"
+            )
+    return Choice("full", f"on a CPU with none of {', '.join(FEW_ROWS)} nothing was measured")
+
+
+def cpu_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
+    """Names of the instruction sets of this CPU; none where the system does not tell."""
+    if not cpuinfo.is_file():
+        return frozenset()
+    for line in cpuinfo.read_text().splitlines():
+        if line.lower().startswith(("flags", "features")):
+            return frozenset(line.partition(":")[2].split())
+    return frozenset()
 
 
 def tile(batch_invariant: bool, device: Device, implementation: str, quantize: str | None) -> int | None:

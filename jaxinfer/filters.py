@@ -16,9 +16,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jax import Array, lax
-
-from jaxinfer import struct
 
 BLOCK = 128  # tokens of the vocabulary that are summed together
 FAN = 16  # tokens, or blocks, under one maximum in the search for the best tokens

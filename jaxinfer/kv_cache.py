@@ -14,10 +14,9 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from flax import struct
 from jax.experimental.layout import Format, Layout
 from jax.sharding import Sharding, SingleDeviceSharding
-
-from jaxinfer import struct
 
 NULL_PAGE = 0
 TPU_LANES = 128  # of a vector register

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from jaxinfer import chat, compile_cache, defaults, planner
 from jaxinfer import prompts as prompts_
 from jaxinfer.engine import Engine, EngineConfig, EngineStats
-from jaxinfer.loading import check_names, find_model, given_model, quantized, refuse_unknown
+from jaxinfer.loading import check_names, find_model, given_model, quantized, refuse_unknown, with_packed
 from jaxinfer.metrics import Work
 from jaxinfer.planner import hardware
 from jaxinfer.planner.roofline import StepCost, step_cost
@@ -56,6 +56,9 @@ class LLM:
       dtype: of weights and activations: auto, float32, bfloat16, float16.
       quantize: None, or "w8a8": matrices of layers in int8 with a scale per output, activations in int8 with a
         scale per token.
+      few_rows: how up to four rows are multiplied on a CPU: "full", by the matrices in `dtype` as any number; "packed",
+        by the 4 or 8 bit codes of a GGUF file, which lie beside the matrices then: the file's values exactly, float32
+        sums; "auto", by what was measured for this kind of CPU. `update_weights` needs "full".
       max_model_len: prompt + output tokens of one sequence; default the model's own maximum.
       max_num_seqs: rows that run at the same time.
       max_num_batched_tokens: tokens of one step; bounds a prefill chunk.
@@ -113,6 +116,7 @@ class LLM:
         tokenizer: Tokenizer | None = None,
         dtype: str = "auto",
         quantize: str | None = None,
+        few_rows: str = "auto",
         max_model_len: int | None = None,
         max_num_seqs: int = 64,
         max_num_batched_tokens: int = 512,
@@ -175,6 +179,8 @@ class LLM:
         else:
             found = given_model(config, weights, model_module, tokenizer)
         found, weights_bytes = quantized(found, quantize, device)
+        found, packed_bytes = with_packed(found, few_rows, device, quantize is None and not batch_invariant)
+        weights_bytes = packed_bytes or weights_bytes
         config = found.config
         self.config, self.tokenizer, self.end_token_ids = config, found.tokenizer, found.end_token_ids
         self.default_sampling_params, self.module = found.sampling_defaults, found.module

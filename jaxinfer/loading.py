@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 import checkpoints
 from checkpoints import fetch
-from checkpoints.loading import named_leaves
+from checkpoints.loading import TensorSource, Transform, leaf_sources, named_leaves
 from jaxinfer import defaults, models, quantization
 from jaxinfer.prompts import default_sampling_params
 from jaxinfer.request import SamplingParams
@@ -81,6 +81,7 @@ class FoundModel:
     name: str  # pages are shared under equal names only
     sampling_defaults: SamplingParams = field(default_factory=SamplingParams)
     in_form: Callable[[Any], Any] = lambda weights: weights  # weights as published -> in the form that runs
+    sources: Mapping[str, TensorSource] = field(default_factory=dict)  # by leaf; of a model that is read
     shapes: Any = (
         None  # tree of jax.ShapeDtypeStruct of the weights that are to be read; None: known when read
     )
@@ -116,6 +117,7 @@ def find_model(
         end_token_ids=frozenset(checkpoint.end_token_ids) | tokenizer.eos_token_ids,
         name=str(path),
         sampling_defaults=default_sampling_params(file),
+        sources=leaf_sources(checkpoint, module, config),
         shapes=jax.eval_shape(partial(module.init, config), jax.random.key(0)),
     )
 
@@ -143,8 +145,8 @@ def given_model(
     )
 
 
-def _transformed(weights: Any, transform: Callable[[str, Any], Any] = lambda name, leaf: leaf) -> Any:
-    leaves = [transform(name, leaf) for name, leaf in named_leaves(weights)]
+def _transformed(weights: Any, transform: Transform = lambda name, leaf, source: leaf) -> Any:
+    leaves = [transform(name, leaf, None) for name, leaf in named_leaves(weights)]
     return jax.tree.unflatten(jax.tree.structure(weights), leaves)
 
 
@@ -170,7 +172,7 @@ def quantized(
     axes = found.module.logical_axes(found.config)
     by_name = dict(named_leaves(axes, is_leaf=quantization.is_axes))
 
-    def transform(name: str, leaf: jax.Array) -> Any:
+    def transform(name: str, leaf: jax.Array, source: Any) -> Any:
         return quantization.quantize_leaf(by_name[name], leaf, products)
 
     shapes = jax.eval_shape(
@@ -182,5 +184,55 @@ def quantized(
         name=f"{found.name}, {quantize}",
         in_form=lambda weights: quantization.quantize(weights, axes, products),
         shapes=None if found.weights_loaded else shapes,
+    )
+    return changed, sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes))
+
+
+def with_packed(
+    found: FoundModel, few_rows: str, device: defaults.Device, plain: bool
+) -> tuple[FoundModel, int | None]:
+    """The model with codes beside the matrices that its file has in blocks (quantization.PackedMatrix).
+
+    Args:
+      few_rows: as of `LLM`.
+      plain: whether nothing else changes the matrices or how they are multiplied.
+
+    Returns:
+      the model, and the bytes of its weights then; `found` itself and None where few rows read the matrices.
+
+    Raises:
+      ValueError: few_rows does not exist, or is "packed" where that cannot be.
+    """
+    if few_rows not in quantization.FEW_ROWS:
+        raise ValueError(f"few_rows={few_rows!r} must be one of {', '.join(quantization.FEW_ROWS)}")
+    blocks = {name: source.blocks for name, source in found.sources.items() if source.blocks is not None}
+    choice = defaults.few_rows(few_rows, device, plain, bool(blocks))
+    logger.info("products of few rows: %s, since %s", choice.value, choice.reason)
+    if choice.value == "full":
+        return found, None
+
+    pack = jax.jit(quantization.pack)
+
+    def transform(name: str, leaf: jax.Array, source: TensorSource | None) -> Any:
+        if source is None or source.read_blocks is None:
+            return leaf
+        blocks = source.read_blocks()
+        return pack(leaf, blocks.codes, blocks.scale, blocks.offset)
+
+    def refuse(weights: Any) -> Any:
+        raise ValueError(
+            "these weights have no blocks of codes, which few_rows='packed' reads: give LLM few_rows='full' to go on "
+            "with other weights"
+        )
+
+    leaves = [
+        jax.eval_shape(pack, leaf, blocks[name].codes, blocks[name].scale, blocks[name].offset)
+        if name in blocks
+        else leaf
+        for name, leaf in named_leaves(found.shapes)
+    ]
+    shapes = jax.tree.unflatten(jax.tree.structure(found.shapes), leaves)
+    changed = replace(
+        found, load_weights=partial(found.load_weights, transform=transform), in_form=refuse, shapes=shapes
     )
     return changed, sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes))

@@ -10,9 +10,8 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 from jax import Array
-
-from jaxinfer import struct
 
 # Least lengths of the padded lists. A longer list is padded to the next power of two: one more program.
 _MIN_BIASES, _MIN_BAD_WORDS, _MIN_WORD_LENGTH, _MIN_STOP_IDS = 32, 8, 8, 8

@@ -1,6 +1,7 @@
 """Weight leaves and the two operations that read them.
 
-A leaf is a plain array or, if it is a matrix of a layer, a QuantizedTensor. Every product with a weight goes through
+A leaf is a plain array, or a QuantizedTensor (a matrix of a layer in int8), or a PackedMatrix (beside the matrix the
+codes of the file it came from). Every product with a weight goes through
 `project` and every embedding lookup through `take`, so that a weight form is handled here alone.
 """
 
@@ -10,10 +11,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 
-from jaxinfer import struct
-from pallas_kernels.quantized_matmul import quantized_matmul
+from pallas_kernels.quantized_matmul import few_rows, quantized_matmul
 
+FEW_ROWS = ("auto", "full", "packed")  # how few rows are multiplied by the matrices of a file in blocks
 FORMS = ("w8a8",)  # what `quantize` can make of the matrices of a model
 
 
@@ -30,9 +32,23 @@ class QuantizedTensor:
         return self.qvalue.shape
 
 
+@struct.dataclass
+class PackedMatrix:
+    """A matrix, and beside it the blocks of codes that its values come from, for few rows (see few_rows.py)."""
+
+    matrix: jax.Array  # [*out, *in]
+    planes: jax.Array  # int8 [32, G, F] or uint8 [16, G, F]
+    scale: jax.Array  # f16[G, F]
+    offset: jax.Array | None  # f16[G, F]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.matrix.shape
+
+
 def project(
     x: jax.Array,
-    weight: jax.Array | QuantizedTensor,
+    weight: jax.Array | QuantizedTensor | PackedMatrix,
     *,
     in_axes: int = 1,
     out_dtype: jax.typing.DTypeLike | None = None,
@@ -54,6 +70,11 @@ def project(
     # One plain matrix product: XLA's CPU backend copies a weight of three axes into another layout at each call.
     size = math.prod(inner)
     x, out_dtype = x.reshape(-1, size), out_dtype or x.dtype
+    if isinstance(weight, PackedMatrix):
+        if x.shape[0] <= few_rows.MAX_ROWS:
+            packed = few_rows.few_rows_matmul(x, weight.planes, weight.scale, weight.offset)
+            return packed.astype(out_dtype).reshape(*leading, *out)
+        weight = weight.matrix
     if isinstance(weight, QuantizedTensor):
         result = quantized_matmul(
             x,
@@ -80,11 +101,15 @@ def _dot(x: jax.Array, weight: jax.Array) -> jax.Array:
 
 def _one_row(x: jax.Array, weight: jax.Array) -> jax.Array:
     """The same for T = 1. XLA:CPU multiplies one row of bfloat16 in a plain loop, ten times as slow (LOG.md)."""
+    # Inside a loop over steps XLA would widen the weight before the loop, and so read float32 in it.
+    x, weight = jax.lax.optimization_barrier((x, weight))
     return jnp.sum(weight.astype(jnp.float32) * x.astype(jnp.float32), axis=-1)[None]
 
 
-def take(weight: jax.Array, ids: jax.Array) -> jax.Array:
+def take(weight: jax.Array | PackedMatrix, ids: jax.Array) -> jax.Array:
     """Rows `ids` i32[T] of an embedding `[V, D]`: [T, D]."""
+    if isinstance(weight, PackedMatrix):
+        weight = weight.matrix
     return jnp.take(weight, ids, axis=0, mode="clip")
 
 
@@ -114,6 +139,11 @@ def quantize_leaf(axes: tuple[str, ...], weight: jax.Array, w8a8: str) -> jax.Ar
         return weight
     qvalue, scale = _int8_codes(weight, len(axes) - 1 if axes[0] == "embed" else 1)
     return QuantizedTensor(qvalue=qvalue, scale=scale, w8a8=w8a8)
+
+
+def pack(matrix: jax.Array, codes: jax.Array, scale: jax.Array, offset: jax.Array | None) -> PackedMatrix:
+    """A PackedMatrix from blocks as a file has them: codes [F, G, 32 or 16], scale and offset [F, G]."""
+    return PackedMatrix(matrix, few_rows.pack(codes), scale.T, None if offset is None else offset.T)
 
 
 def is_axes(node: Any) -> bool:

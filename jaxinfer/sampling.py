@@ -14,9 +14,9 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 from jax import Array, lax
 
-from jaxinfer import struct
 from jaxinfer.filters import Filters, argmax, best_tokens, draw, find_cut, keep_mask
 from jaxinfer.penalties import Extras, apply_extras, asks_for_extras, build_extras
 from jaxinfer.request import GREEDY_BELOW

@@ -21,10 +21,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 
 from jaxinfer import batch as batches
 from jaxinfer import kv_cache as kv
-from jaxinfer import sampling, saved_programs, struct
+from jaxinfer import sampling, saved_programs
 from jaxinfer.batch import StepBatch, last_token_indices, next_decode
 from jaxinfer.kv_cache import KVCache
 from jaxinfer.logits_processors import Signature

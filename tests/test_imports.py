@@ -13,7 +13,6 @@ ROOT = Path(__file__).parents[1]
 # Lowest first. A module imports from its own layer and from those below; a new module needs a place here.
 LAYERS = [
     "pallas_kernels",
-    "struct",
     "request quantization tiles sharding sampling filters penalties logits_processors stop_strings compile_cache "
     "logprob_arrays",
     "kv_cache layers batch page_allocator metrics timeline",

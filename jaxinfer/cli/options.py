@@ -131,6 +131,12 @@ ENGINE = [
         "dtype", Literal["auto", "float32", "bfloat16", "float16"], "auto", "Of weights and activations."
     ),
     _engine("quantize", Literal["w8a8"], None, "Weights and activations in int8."),
+    _engine(
+        "few_rows",
+        Literal["auto", "full", "packed"],
+        "auto",
+        "What few rows read: matrices, or a file's codes.",
+    ),
     _engine("max_model_len", int, None, "Prompt and output tokens together.", min=1),
     _engine("max_num_seqs", int, None, "Rows that run at the same time; default: the samples.", min=1),
     _engine("max_num_batched_tokens", int, 512, "Tokens of one step; bounds a chunk of the prompt.", min=1),

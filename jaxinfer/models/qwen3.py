@@ -9,8 +9,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 
-from jaxinfer import attention, layers, quantization, struct
+from jaxinfer import attention, layers, quantization
 from jaxinfer.batch import StepBatch
 from jaxinfer.kv_cache import KVCache, KVCacheSpec
 from jaxinfer.layers import RopeConfig

@@ -166,6 +166,7 @@ ENGINE_CASES = {
     "token": ("--token abc", "abc"),
     "dtype": ("--dtype bfloat16", "bfloat16"),
     "quantize": ("--quantize w8a8", "w8a8"),
+    "few_rows": ("--few-rows full", "full"),
     "max_model_len": ("--max-model-len 64", 64),
     "max_num_seqs": ("--max-num-seqs 5", 5),
     "max_num_batched_tokens": ("--max-num-batched-tokens 32", 32),

@@ -1,0 +1,97 @@
+"""Products of few rows with blocks of codes, against numpy in float64; the codes and values are drawn here."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.quantized_matmul import few_rows
+
+GROUPS, OUTPUTS = 3, 40  # 96 inputs; outputs that fill no vector register evenly
+
+
+def drawn(bits, has_offset, rng):
+    codes = (
+        rng.integers(0, 16, (OUTPUTS, GROUPS, 32))
+        if bits == 4
+        else rng.integers(-128, 128, (OUTPUTS, GROUPS, 32))
+    )
+    scale = rng.normal(size=(OUTPUTS, GROUPS)).astype(np.float16)
+    offset = rng.normal(size=(OUTPUTS, GROUPS)).astype(np.float16) if has_offset else None
+    stored = codes.astype(np.int8)
+    if bits == 4:
+        stored = (codes[..., :16] | codes[..., 16:] << 4).astype(np.uint8)
+    value = codes * scale.astype(np.float64)[..., None]
+    if offset is not None:
+        value = value + offset.astype(np.float64)[..., None]
+    planes = few_rows.pack(jnp.asarray(stored))
+    return (
+        value.reshape(OUTPUTS, -1),
+        planes,
+        jnp.asarray(scale.T),
+        None if offset is None else jnp.asarray(offset.T),
+    )
+
+
+def error_bound(x, value, scale, offset, bits):
+    """Of float32 sums of D terms and their products, in any order: (D + 8) eps over the absolute values."""
+    largest = 15 if bits == 4 else 128
+    terms = np.abs(x).reshape(len(x), GROUPS, 32).sum(-1) @ (largest * np.abs(np.asarray(scale, np.float64)))
+    if offset is not None:
+        terms = terms + np.abs(x).reshape(len(x), GROUPS, 32).sum(-1) @ np.abs(np.asarray(offset, np.float64))
+    return (x.shape[1] + 8) * np.finfo(np.float32).eps * terms
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 4])
+@pytest.mark.parametrize(("bits", "has_offset"), [(4, True), (4, False), (8, False), (8, True)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_values_are_exact_and_sums_are_float32(bits, has_offset, num_tokens, dtype):
+    # Bugs: halves of a byte swapped, a block's scale on its neighbour, an offset once per token and not per sum.
+    rng = np.random.default_rng(num_tokens)
+    value, planes, scale, offset = drawn(bits, has_offset, rng)
+    x = jnp.asarray(rng.normal(size=(num_tokens, 32 * GROUPS)), dtype)
+    found = jax.jit(few_rows.few_rows_matmul)(x, planes, scale, offset)
+    exact = np.asarray(x, np.float64)
+    assert found.dtype == jnp.float32 and found.shape == (num_tokens, OUTPUTS)
+    error = np.abs(np.asarray(found, np.float64) - exact @ value.T)
+    assert (error <= error_bound(exact, value, scale, offset, bits)).all()
+
+
+def test_each_code_and_input_counts_once():
+    # One input at a time picks one column: every code of every plane stands where it belongs.
+    value, planes, scale, offset = drawn(4, True, np.random.default_rng(0))
+    for i in range(32 * GROUPS):
+        x = np.zeros((1, 32 * GROUPS), np.float32)
+        x[0, i] = 2.0
+        found = few_rows.few_rows_matmul(jnp.asarray(x), planes, scale, offset)
+        np.testing.assert_allclose(found[0], 2.0 * value[:, i], rtol=1e-6, atol=1e-6 * np.abs(value).max())
+
+
+def test_weights_stay_packed_inside_a_loop():
+    # Bug: XLA takes the widening out of a loop over steps and keeps the whole matrix in float32.
+    _, planes, scale, _ = drawn(8, False, np.random.default_rng(0))
+    x = jnp.ones((1, 32 * GROUPS))
+
+    def steps(x, planes, scale):
+        def body(x, _):
+            out = few_rows.few_rows_matmul(x, planes, scale)
+            return x + out.sum(), None
+
+        return jax.lax.scan(body, x, length=8)[0]
+
+    compiled = jax.jit(steps).lower(x, planes, scale).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < planes.size * 4
+
+
+@pytest.mark.parametrize(
+    ("planes", "x", "says"),
+    [
+        (jnp.zeros((32, 2, 8), jnp.uint8), (1, 64), "planes are uint8"),
+        (jnp.zeros((16, 2, 8), jnp.int8), (1, 64), "planes are int8"),
+        (jnp.zeros((32, 2, 8), jnp.int8), (1, 96), "x is"),
+        (jnp.zeros((32, 3, 8), jnp.int8), (1, 96), "scale is"),
+    ],
+)
+def test_what_does_not_fit_is_refused(planes, x, says):
+    with pytest.raises(ValueError, match=says):
+        few_rows.few_rows_matmul(jnp.zeros(x), planes, jnp.zeros((2, 8), jnp.float16))
