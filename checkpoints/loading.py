@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
@@ -61,9 +62,8 @@ class TensorSource:
             yield part, self.read_rows(part.start, part.stop)
 
 
-Transform = Callable[
-    [str, jax.Array, TensorSource | None], Any
-]  # of load_weights; a leaf that was given has no source
+# (leaf name, array, its tensor; None of a leaf that was given) -> what stands in the tree
+Transform = Callable[[str, jax.Array, TensorSource | None], Any]
 
 
 @dataclass(frozen=True)
@@ -164,6 +164,7 @@ def weights_from_tree(tree: Mapping[str, Any], model_module: ModuleType, config:
     return jax.tree.unflatten(treedef, [given[name] for name in leaves])
 
 
+@lru_cache(maxsize=4)  # tracing a model's init takes 0.1 s, and a start asks more than once
 def weight_leaves(model_module: ModuleType, config: Any) -> tuple[dict[str, jax.ShapeDtypeStruct], Any]:
     """Leaf paths such as "layers.0.q_proj" with their shapes, in tree order, and the tree's structure."""
     shapes = jax.eval_shape(lambda: model_module.init(config, jax.random.key(0)))

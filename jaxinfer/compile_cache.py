@@ -52,9 +52,14 @@ def enable(folder: str | Path | None) -> Path | None:
 
 def cpu_features() -> str:
     """A short hash of the processor's instruction sets; of its name where those are not told."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        features = next(line for line in lines if line.lower().startswith(("flags", "features")))
-    except (OSError, StopIteration):
-        features = platform.processor()
+    features = features_line() or platform.processor()
     return hashlib.sha256(" ".join(sorted(set(features.split()))).encode()).hexdigest()[:12]
+
+
+def features_line(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """The line of `cpuinfo` that names the processor's instruction sets; empty where the system has none."""
+    try:
+        lines = cpuinfo.read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line for line in lines if line.lower().startswith(("flags", "features"))), "")

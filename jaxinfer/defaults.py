@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from jaxinfer.compile_cache import features_line
 from jaxinfer.tiles import TILE
 from pallas_kernels.ragged_paged_attention.gpu_tuning import DECODE_LIMITS
 
@@ -124,12 +125,7 @@ def few_rows(name: str, device: Device, plain: bool, has_blocks: bool) -> Choice
 
 def cpu_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
     """Names of the instruction sets of this CPU; none where the system does not tell."""
-    if not cpuinfo.is_file():
-        return frozenset()
-    for line in cpuinfo.read_text().splitlines():
-        if line.lower().startswith(("flags", "features")):
-            return frozenset(line.partition(":")[2].split())
-    return frozenset()
+    return frozenset(features_line(cpuinfo).partition(":")[2].split())
 
 
 def tile(batch_invariant: bool, device: Device, implementation: str, quantize: str | None) -> int | None:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 import checkpoints
 from checkpoints import fetch
-from checkpoints.loading import TensorSource, Transform, leaf_sources, named_leaves
+from checkpoints.loading import TensorSource, Transform, leaf_sources, named_leaves, weight_leaves
 from jaxinfer import defaults, models, quantization
 from jaxinfer.prompts import default_sampling_params
 from jaxinfer.request import SamplingParams
@@ -82,9 +82,8 @@ class FoundModel:
     sampling_defaults: SamplingParams = field(default_factory=SamplingParams)
     in_form: Callable[[Any], Any] = lambda weights: weights  # weights as published -> in the form that runs
     sources: Mapping[str, TensorSource] = field(default_factory=dict)  # by leaf; of a model that is read
-    shapes: Any = (
-        None  # tree of jax.ShapeDtypeStruct of the weights that are to be read; None: known when read
-    )
+    # Tree of jax.ShapeDtypeStruct of the weights that are to be read, in the form that runs; None: known when read.
+    shapes: Any = None
 
 
 def find_model(
@@ -107,6 +106,7 @@ def find_model(
     module = models.for_config(checkpoint.config)
     config = module.Config.from_hf(checkpoint.config, dtype=dtype)
     tokenizer = tokenizer or load_tokenizer(path)
+    leaves, structure = weight_leaves(module, config)
     file = checkpoint.generation_config if generation_config == "auto" else None
     return FoundModel(
         module=module,
@@ -118,7 +118,7 @@ def find_model(
         name=str(path),
         sampling_defaults=default_sampling_params(file),
         sources=leaf_sources(checkpoint, module, config),
-        shapes=jax.eval_shape(partial(module.init, config), jax.random.key(0)),
+        shapes=jax.tree.unflatten(structure, leaves.values()),
     )
 
 
@@ -148,6 +148,10 @@ def given_model(
 def _transformed(weights: Any, transform: Transform = lambda name, leaf, source: leaf) -> Any:
     leaves = [transform(name, leaf, None) for name, leaf in named_leaves(weights)]
     return jax.tree.unflatten(jax.tree.structure(weights), leaves)
+
+
+def _num_bytes(shapes: Any) -> int:
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes))
 
 
 def quantized(
@@ -185,7 +189,7 @@ def quantized(
         in_form=lambda weights: quantization.quantize(weights, axes, products),
         shapes=None if found.weights_loaded else shapes,
     )
-    return changed, sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes))
+    return changed, _num_bytes(shapes)
 
 
 def with_packed(
@@ -235,4 +239,4 @@ def with_packed(
     changed = replace(
         found, load_weights=partial(found.load_weights, transform=transform), in_form=refuse, shapes=shapes
     )
-    return changed, sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes))
+    return changed, _num_bytes(shapes)

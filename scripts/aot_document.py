@@ -104,9 +104,8 @@ def document(
 def kernel_of(case: str) -> str:
     """The kernel that a case of aot_kernels.py or aot_kernels_gpu.py is of."""
     found = [name for name in KERNELS if case.startswith(name)]
-    return (
-        found[0] if found else "ragged_paged_attention"
-    )  # "attention_...", "decode ...", "prefill ...", "drafts ..."
+    # The others are named "attention_...", "decode ...", "prefill ...", "drafts ...".
+    return found[0] if found else "ragged_paged_attention"
 
 
 def kernel_result(record: Record) -> str:

@@ -273,11 +273,11 @@ def test_a_compiler_that_is_killed_is_said_with_the_signal():
     assert "was ended by SIGKILL (as the system does where memory runs out)" in record["why"]
 
 
-def compile_command(*arguments):
-    command = "from jaxinfer.cli import main; main()"
-    return subprocess.run(
-        [sys.executable, "-c", command, "compile", *arguments], capture_output=True, text=True, timeout=120
-    )
+COMMAND = [sys.executable, "-c", "from jaxinfer.cli import main; main()", "compile"]
+
+
+def compile_command(*arguments, timeout=120):
+    return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=timeout)
 
 
 @pytest.mark.parametrize(
@@ -300,17 +300,12 @@ def test_json_has_the_error_too(tmp_path, arguments, words):
 
 def test_ctrl_c_ends_the_compiler_too(tiny):
     """One line, exit code 130, and no process left."""
-    command = [
-        sys.executable,
-        "-c",
-        "from jaxinfer.cli import main; main()",
-        "compile",
-        tiny,
-        "--target",
-        "cpu",
-    ]
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        [*COMMAND, tiny, "--target", "cpu"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     ) as started:
         assert started.stdout is not None and started.stdout.readline()  # the child has answered
         children = Path(f"/proc/{started.pid}/task/{started.pid}/children").read_text().split()
@@ -414,19 +409,8 @@ def saved(tiny, tmp_path_factory):
     """A folder of programs of the tiny model for this CPU, by the command."""
     folder = tmp_path_factory.mktemp("programs")
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items()]
-    command = [
-        sys.executable,
-        "-c",
-        "from jaxinfer.cli import main; main()",
-        "compile",
-        tiny,
-        "--target",
-        "cpu",
-    ]
-    done = subprocess.run(
-        [*command, *flags, "--decode-steps=4", "--save", str(folder), "--json"],
-        capture_output=True, text=True, timeout=600,
-    )  # fmt: skip
+    saving = ("--decode-steps=4", "--save", str(folder), "--json")
+    done = compile_command(tiny, "--target", "cpu", *flags, *saving, timeout=600)
     assert done.returncode == 0, done.stderr + done.stdout
     return folder, json.loads(done.stdout)
 
