@@ -3,7 +3,7 @@
     python scripts/aot.py --smoke                     a few minutes: exit code 1 if anything is not as it should be
     python scripts/aot.py --write docs/aot.md         everything: three models and all kernels on seven targets, hours
     python scripts/aot.py --records R.jsonl --targets v5e,v6e --models smollm2-135m --write docs/aot.md
-                                                      a part; what stands in R.jsonl from earlier runs is kept
+                                                      a part; what R.jsonl has of this commit is not compiled again
 
 The document names what was not run.
 """
@@ -102,15 +102,19 @@ def kernels(target: str, only: str) -> Iterator[dict[str, Any]]:
     """A record per kernel case on a target, from aot_kernels.py or aot_kernels_gpu.py."""
     script = "aot_kernels_gpu.py" if target in gpu_targets.TARGETS else "aot_kernels.py"
     command = [sys.executable, f"scripts/{script}", "--target", target, "--only", only]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    for line in done.stdout.splitlines():
-        if line.startswith("{"):
-            yield {"kind": "kernel"} | json.loads(line) | {"target": target}
-    if done.returncode:
-        yield {
-            "kind": "kernel", "target": target, "case": "all", "result": "failed",
-            "why": (done.stderr.strip().splitlines() or ["no message"])[-1][:300],
-        }  # fmt: skip
+    with (
+        tempfile.TemporaryFile("w+") as errors,
+        subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True) as child,
+    ):
+        for line in child.stdout or ():
+            if line.startswith("{"):
+                yield {"kind": "kernel"} | json.loads(line) | {"target": target}
+        if child.wait():
+            errors.seek(0)
+            yield {
+                "kind": "kernel", "target": target, "case": "all", "result": "failed",
+                "why": (errors.read().strip().splitlines() or ["no message"])[-1][:300],
+            }  # fmt: skip
 
 
 def case_names(target: str) -> list[str]:
@@ -118,6 +122,25 @@ def case_names(target: str) -> list[str]:
     if target in gpu_targets.TARGETS:
         return list(aot_kernels_gpu.cases(gpu_targets.TARGETS[target].compute_capability))
     return list(dict.fromkeys(c.name for c in (*aot_kernels.attention_cases(), *aot_kernels.matmul_cases())))
+
+
+class Done:
+    """What stands in records, so that a run that was stopped goes on with the next model or target."""
+
+    def __init__(self, records: Sequence[dict[str, Any]]) -> None:
+        self._wholes = {(r["model"], r["target"]): r["programs"] for r in records if r["kind"] == "model"}
+        self._programs = {(r["model"], r["target"], r["program"]) for r in records if r["kind"] == "program"}
+        self._kernels = {(r["target"], r["case"]) for r in records if r["kind"] == "kernel"}
+
+    def programs(self, model: str, target: str, which: str | Sequence[str]) -> bool:
+        """Whether all programs of `which` are there, and the record of the whole after them."""
+        names = self._wholes.get((model, target))
+        wanted = names if isinstance(which, str) else which
+        return names is not None and all((model, target, name) in self._programs for name in wanted or ())
+
+    def kernels(self, target: str, only: str) -> bool:
+        """Whether all kernel cases with `only` in their name are there."""
+        return all((target, name) in self._kernels for name in case_names(target) if only in name)
 
 
 def commit() -> str:
@@ -204,10 +227,11 @@ def main() -> None:
         wrong = smoke()
         print(f"{time.perf_counter() - start:.0f} s")
         sys.exit("\n".join(wrong) or None)
-    records = []
+    records: list[dict[str, Any]] = []
     if options.records and options.records.exists():
         records = [json.loads(line) for line in options.records.read_text().splitlines()]
     here = commit()
+    done = Done([record for record in records if record["commit"] == here])
 
     def keep(record: dict[str, Any]) -> None:
         records.append(record | {"commit": here})
@@ -218,8 +242,9 @@ def main() -> None:
     for target in filter(None, options.targets.split(",")):
         for model in filter(None, options.models.split(",")):
             which = "all" if options.programs is None else options.programs.split(";")
-            programs(model, target, which, search=True, keep=keep)
-        if options.kernels != "none":
+            if not done.programs(model, target, which):
+                programs(model, target, which, search=True, keep=keep)
+        if options.kernels != "none" and not done.kernels(target, options.kernels):
             for record in kernels(target, options.kernels):
                 keep(record)
     if options.write:

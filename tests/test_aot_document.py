@@ -1,5 +1,6 @@
 """scripts/aot_document.py: docs/aot.md says what ran, what did not, and why."""
 
+from scripts.aot import Done, case_names
 from scripts.aot_document import document, kernel_result
 
 GIB = 2**30
@@ -52,6 +53,17 @@ def test_of_two_records_the_last_counts_and_a_failure_is_no_success():
     assert "too large" not in text([large, program("v5e", NAMES[0]), whole("v5e")])
     copied = text([program("v5e", NAMES[0], page_copies=["copy.1"]), whole("v5e")])
     assert "0 of 2, 1 not" in copied and "in place, 1 copies" in copied
+
+
+def test_a_sweep_that_was_stopped_goes_on_after_what_is_whole():
+    done = Done([program("v5e", NAMES[0]), whole("v5e"), *(program("v6e", name) for name in NAMES)])
+    assert not done.programs("m", "v5e", "all")  # one of its two is missing
+    assert done.programs("m", "v5e", [NAMES[0]]) and not done.programs("m", "v5e", NAMES)
+    assert not done.programs("m", "v6e", "all")  # stopped before its last line
+    assert Done([program("v5e", name) for name in NAMES] + [whole("v5e")]).programs("m", "v5e", "all")
+    cases = case_names("v5e")
+    assert not Done(list(map(case, cases[1:]))).kernels("v5e", "")
+    assert Done(list(map(case, cases))).kernels("v5e", "") and not Done([]).kernels("v5e", cases[0])
 
 
 def test_tables_are_whole():
