@@ -132,7 +132,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     settle_tied_head(config, tensors, path)
     end_keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
     end_token_ids = tuple(dict.fromkeys(metadata[key] for key in end_keys if key in metadata))
-    return Checkpoint(config, tensors, None, end_token_ids, path, "gguf")
+    return Checkpoint(config, tensors, None, end_token_ids, path, "gguf", metadata)
 
 
 def _hf_name(name: str) -> str:
@@ -321,19 +321,18 @@ class _Reader:
     size: int
 
     def take(self, count: int) -> bytes:
-        data = self.file.read(count) if count <= self.size else b""
-        if len(data) != count:
-            raise CheckpointError(
-                f"{self.path} is truncated: its header goes on for {count:,} bytes, "
-                f"the file has {self.size:,} in all; fetch it again"
-            )
-        return data
+        if count <= self.size and len(data := self.file.read(count)) == count:
+            return data
+        raise CheckpointError(
+            f"{self.path} is truncated: its header goes on for {count:,} bytes, "
+            f"the file has {self.size:,} in all; fetch it again"
+        )
 
     def scalar(self, code: str) -> Any:
         return struct.unpack("<" + code, self.take(struct.calcsize("<" + code)))[0]
 
     def string(self) -> str:
-        return self.take(self.scalar("Q")).decode("utf-8", errors="replace")
+        return self.take(int.from_bytes(self.take(8), "little")).decode("utf-8", errors="replace")
 
     def value(self, kind: int) -> Any:
         if kind in SCALAR_FORMATS:
@@ -346,6 +345,8 @@ class _Reader:
         if item_kind in SCALAR_FORMATS:
             code = np.dtype(SCALAR_FORMATS[item_kind]).newbyteorder("<")
             return np.frombuffer(self.take(count * code.itemsize), code).tolist()
+        if item_kind == STRING:  # a vocabulary and its merges are 100,000 of them
+            return [self.string() for _ in range(count)]
         return [self.value(item_kind) for _ in range(count)]
 
     def tensor_info(self) -> tuple[str, tuple[int, ...], gguf.GGMLQuantizationType, int]:

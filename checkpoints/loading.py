@@ -68,7 +68,10 @@ Transform = Callable[[str, jax.Array, TensorSource | None], Any]
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """An opened checkpoint: `config` with the keys of config.json, `tensors` by Hugging Face name."""
+    """An opened checkpoint: `config` with the keys of config.json, `tensors` by Hugging Face name.
+
+    `metadata`: all key-value pairs of a GGUF file, which its tokenizer is built from; None for a folder.
+    """
 
     config: dict[str, Any]
     tensors: dict[str, TensorSource]
@@ -76,6 +79,7 @@ class Checkpoint:
     end_token_ids: tuple[int, ...]
     path: Path
     kind: Literal["gguf", "huggingface"]
+    metadata: Mapping[str, Any] | None = field(default=None, repr=False)
 
 
 def settle_tied_head(config: dict[str, Any], tensors: dict[str, TensorSource], path: Path) -> None:

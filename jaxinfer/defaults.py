@@ -17,8 +17,8 @@ DTYPES = {"cpu": "float32", "gpu": "bfloat16", "tpu": "bfloat16"}
 PAGE_SIZES = {"cpu": 64, "gpu": 64, "tpu": 128}
 # instruction set of a CPU -> form of the matrices for few rows, where it was measured (LOG.md, 2026-11-30)
 FEW_ROWS = {"avx2": "packed"}
-# On a CPU, when nothing else is said: this share of the available memory, and not more than so many bytes (all
-# of the pool is written once at start).
+# On a CPU, when nothing else is said: this share of the available memory, and not more than so many bytes (pages
+# that nothing was written to take none yet).
 CPU_MEMORY_SHARE, CPU_POOL_BYTES = 0.25, 2 << 30
 ACCELERATOR_MEMORY_SHARE = 0.9  # of the device, for weights, pool and temporaries together
 TEMPORARIES_SHARE = 0.05  # of an accelerator's memory, kept free for a step's own arrays

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from flax import struct
+from jax.experimental.buffer_callback import buffer_callback
 from jax.experimental.layout import Format, Layout
 from jax.sharding import Sharding, SingleDeviceSharding
 
@@ -105,8 +106,16 @@ class KVCache:
 
 
 def init(spec: KVCacheSpec) -> KVCache:
-    """A zeroed cache. Call it under `jax.jit` with `out_shardings` to place it (`page_format`)."""
-    pages = tuple(jnp.zeros(spec.page_shape, spec.dtype) for _ in range(spec.num_layers))
+    """A cache that holds nothing. Call it under `jax.jit` with `out_shardings` to place it (`page_format`).
+
+    Its pages are zero, but on a CPU: there nothing writes them, so that they take no time and no resident memory until
+    tokens do. Whatever stands in a slot that was not written is masked, NaN included.
+    """
+    shapes = (jax.ShapeDtypeStruct(spec.page_shape, jnp.dtype(spec.dtype)),) * spec.num_layers
+    pages = jax.lax.platform_dependent(
+        cpu=buffer_callback(lambda context, unwritten: None, shapes),
+        default=lambda: tuple(jnp.zeros(x.shape, x.dtype) for x in shapes),
+    )
     return KVCache(pages=pages, scales=None, spec=spec)
 
 

@@ -223,7 +223,7 @@ class LLM:
                 max_num_seqs, max_num_batched_tokens, decode_steps, device.platform, tile
             )
         buckets = replace(buckets, tile=tile)
-        # On a CPU the first programs are compiled, or loaded, while pages are written and weights are read. Elsewhere
+        # On a CPU the first programs are compiled, or loaded, while weights are read. Elsewhere
         # pages come last: leaves that are quantized as they come need room on the device for a while.
         early = background_compile and device.platform == "cpu" and found.shapes is not None
         self.engine = Engine(

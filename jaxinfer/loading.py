@@ -105,7 +105,7 @@ def find_model(
     checkpoint = checkpoints.open_checkpoint(path)
     module = models.for_config(checkpoint.config)
     config = module.Config.from_hf(checkpoint.config, dtype=dtype)
-    tokenizer = tokenizer or load_tokenizer(path)
+    tokenizer = tokenizer or load_tokenizer(path, checkpoint.metadata)
     leaves, structure = weight_leaves(module, config)
     file = checkpoint.generation_config if generation_config == "auto" else None
     return FoundModel(

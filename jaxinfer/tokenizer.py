@@ -124,8 +124,10 @@ class Tokenizer:
         return self.chat_templates.get("default")
 
 
-def load_tokenizer(path: str | Path) -> Tokenizer:
+def load_tokenizer(path: str | Path, metadata: Mapping[str, Any] | None = None) -> Tokenizer:
     """The tokenizer of a GGUF file or of a directory with tokenizer.json, else SentencePiece's tokenizer.model.
+
+    metadata: key-value pairs of the GGUF file, if they have been read already (`Checkpoint.metadata`).
 
     Raises FileNotFoundError when there is none, and ValueError naming the kind or part that is not supported.
     """
@@ -139,7 +141,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     from checkpoints.gguf import read_header  # here: nothing else needs the gguf package
 
     try:
-        return from_gguf_metadata(read_header(path).metadata)
+        return from_gguf_metadata(read_header(path).metadata if metadata is None else metadata)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 

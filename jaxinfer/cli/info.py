@@ -81,7 +81,7 @@ def _text_facts(path: Path, checkpoint: "Checkpoint") -> dict[str, Any]:
     from jaxinfer.tokenizer import load_tokenizer
 
     try:
-        tokenizer = load_tokenizer(path)
+        tokenizer = load_tokenizer(path, checkpoint.metadata)
     except (OSError, ValueError) as error:
         return {"tokenizer": str(error), "end_tokens": dict.fromkeys(checkpoint.end_token_ids)}
     ends = sorted(tokenizer.eos_token_ids | set(checkpoint.end_token_ids))

@@ -98,7 +98,9 @@ def test_end_tokens_include_end_of_turn_once(tmp_path):
     path = tmp_path / "m.gguf"
     ids = {"eos": 2, "eot": 7, "eom": 2}
     write_plain(path, {f"tokenizer.ggml.{name}_token_id": token for name, token in ids.items()})
-    assert open_checkpoint(path).end_token_ids == (2, 7)
+    checkpoint = open_checkpoint(path)
+    assert checkpoint.end_token_ids == (2, 7)
+    assert checkpoint.metadata == read_header(path).metadata
 
 
 def test_truncated_file_names_both_sizes(tmp_path):

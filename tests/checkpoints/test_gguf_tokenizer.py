@@ -115,6 +115,13 @@ def test_file_written_by_the_gguf_package(kind: str, tmp_path: Path) -> None:
     assert tokenizer.named_tokens == expected.named_tokens
 
 
+def test_a_header_that_was_read_is_not_read_again(tmp_path: Path) -> None:
+    metadata = fixtures.byte_level_metadata()
+    (tmp_path / "vocab.gguf").touch()  # nothing to read
+    tokenizer = load_tokenizer(tmp_path / "vocab.gguf", metadata)
+    assert tokenizer.backend.to_str() == from_gguf_metadata(metadata).backend.to_str()
+
+
 @pytest.mark.parametrize(
     ("change", "match"),
     [

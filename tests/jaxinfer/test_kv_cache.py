@@ -1,5 +1,9 @@
 """The paged cache: sizes, slots, moving pages, and donation that really happens."""
 
+import os
+from functools import partial
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,6 +25,22 @@ def test_bytes_are_those_of_the_arrays():
         spec = kv.KVCacheSpec(2, 3, 8, 4, 6, dtype)
         assert spec.total_bytes == sum(page.nbytes for page in kv.init(spec).pages)
         assert spec.num_usable_tokens == 20  # the null page holds none
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the system does not tell resident memory")
+def test_pages_on_a_cpu_become_resident_as_they_are_written():
+    def resident_bytes():
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    spec = kv.KVCacheSpec(num_layers=2, num_kv_heads=4, head_dim=64, page_size=64, num_pages=1024)  # 256 MiB
+    before = resident_bytes()
+    cache = jax.block_until_ready(jax.jit(partial(kv.init, spec))())
+    assert sum(page.nbytes for page in cache.pages) == spec.total_bytes == 256 << 20
+    assert resident_bytes() - before < 64 << 20
+    write = jax.jit(lambda cache: cache.replace(pages=tuple(page.at[...].set(1) for page in cache.pages)))
+    written = jax.block_until_ready(write(cache))
+    assert resident_bytes() - before > 256 << 20
+    assert all(jnp.all(page == 1) for page in written.pages)
 
 
 def test_describe_says_pages_tokens_and_bytes():
