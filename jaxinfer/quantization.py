@@ -37,7 +37,7 @@ class PackedMatrix:
     """A matrix, and beside it the blocks of codes that its values come from, for few rows (see few_rows.py)."""
 
     matrix: jax.Array  # [*out, *in]
-    planes: jax.Array  # int8 [32, G, F] or uint8 [16, G, F]
+    tiles: jax.Array  # int8 [G, F / L, 32, L] or uint8 [G, F / L, 16, L]
     scale: jax.Array  # f16[G, F]
     offset: jax.Array | None  # f16[G, F]
 
@@ -72,7 +72,7 @@ def project(
     x, out_dtype = x.reshape(-1, size), out_dtype or x.dtype
     if isinstance(weight, PackedMatrix):
         if x.shape[0] <= few_rows.MAX_ROWS:
-            packed = few_rows.few_rows_matmul(x, weight.planes, weight.scale, weight.offset)
+            packed = few_rows.few_rows_matmul(x, weight.tiles, weight.scale, weight.offset)
             return packed.astype(out_dtype).reshape(*leading, *out)
         weight = weight.matrix
     if isinstance(weight, QuantizedTensor):

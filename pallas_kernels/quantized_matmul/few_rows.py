@@ -3,26 +3,36 @@
 One row reads a matrix once and computes little, so its time is that of memory: 4 or 8 bits per weight instead of 32.
 The values are those of GGUF's Q4_0, Q4_1 and Q8_0: scale * code + offset, both per output and block.
 
-XLA:CPU neither vectorizes a sum over the fastest axis nor fuses widening into a dot. So codes lie with the outputs
-fastest, and the sum over a block is written out term by term: an elementwise expression over outputs, which
-LLVM vectorizes.
+XLA:CPU neither vectorizes a sum over the fastest axis nor fuses widening into a dot. So codes lie in tiles, the
+outputs of a tile fastest, and a block's few terms are summed over the axis before it: LLVM unrolls that loop and
+vectorizes the one over outputs, and codes, scales and sums of a block never visit memory between.
 """
+
+import math
 
 import jax
 import jax.numpy as jnp
 
 BLOCK = 32  # inputs that share a scale
 MAX_ROWS = 4  # each row widens the codes anew: with 8 the plain float32 product is as fast (LOG.md)
-PARTIAL_SUMS = 4  # of the terms of a block: fewer take longer, and more make larger programs
+TILE = 32  # outputs whose codes lie together: a few vector registers
+# XLA:CPU hands a sum to its library of kernels, with its operand widened in memory, if the operand has at most eight
+# axes; with nine it compiles one loop of all. So there are axes of size one.
+MORE_AXES = (1, 1, 1, 1, 1)
 
 
 def pack(codes: jax.Array) -> jax.Array:
-    """Codes as a file has them, [F, G, 16 or 32], to the planes [16 or 32, G, F] that `few_rows_matmul` reads."""
-    return codes.transpose(2, 1, 0)
+    """Codes as a file has them, [F, G, P], to the tiles [G, F / L, P, L] that `few_rows_matmul` reads.
+
+    P: 32 codes, or 16 pairs of them. L: TILE, or the largest smaller power of two that divides F.
+    """
+    num_outputs, num_groups, num_planes = codes.shape
+    size = math.gcd(num_outputs, TILE)
+    return codes.reshape(-1, size, num_groups, num_planes).transpose(2, 0, 3, 1)
 
 
 def few_rows_matmul(
-    x: jax.Array, planes: jax.Array, scale: jax.Array, offset: jax.Array | None = None
+    x: jax.Array, tiles: jax.Array, scale: jax.Array, offset: jax.Array | None = None
 ) -> jax.Array:
     """x times the transposed weight [F, D], D = 32 G, of value scale * code + offset: f32[T, F].
 
@@ -31,18 +41,19 @@ def few_rows_matmul(
 
     Args:
       x: [T, D], float32 or bfloat16.
-      planes: int8 [32, G, F], code i of each block in plane i; or uint8 [16, G, F], codes 0 to 15 of inputs i and
-        i + 16 in the low and high half of a byte.
+      tiles: int8 [G, F / L, 32, L], code i of each block at [:, :, i]; or uint8 [G, F / L, 16, L], codes 0 to 15 of
+        inputs i and i + 16 in the low and high half of a byte.
       scale: [G, F], float16 or float32.
       offset: like scale, or None.
 
     Raises:
       ValueError: a shape or dtype is none of these.
     """
-    num_planes, num_groups, num_outputs = planes.shape
-    if (num_planes, planes.dtype) not in ((32, jnp.int8), (16, jnp.uint8)):
+    num_groups, num_tiles, num_planes, size = tiles.shape
+    num_tokens, num_outputs = x.shape[0], num_tiles * size
+    if (num_planes, tiles.dtype) not in ((BLOCK, jnp.int8), (BLOCK // 2, jnp.uint8)):
         raise ValueError(
-            f"planes are {planes.dtype}{list(planes.shape)} but must be int8 [32, G, F] or uint8 [16, G, F]"
+            f"tiles are {tiles.dtype}{list(tiles.shape)} but must be int8 [G, F / L, 32, L] or uint8 [G, F / L, 16, L]"
         )
     if x.ndim != 2 or x.shape[1] != BLOCK * num_groups:
         raise ValueError(
@@ -51,26 +62,35 @@ def few_rows_matmul(
     for name, array in (("scale", scale), ("offset", offset)):
         if array is not None and array.shape != (num_groups, num_outputs):
             raise ValueError(f"{name} is {list(array.shape)} but must be [{num_groups}, {num_outputs}]")
+    blocks = x.astype(jnp.float32).reshape(num_tokens, num_groups, BLOCK).transpose(1, 0, 2)  # f32[G, T, 32]
+    totals = blocks.sum(axis=-1)[..., None, None]  # before the barrier: once for all products of these rows
     # Inside a loop over steps XLA would take all that depends on weights alone out of it, and so keep them widened.
-    planes, scale, offset, x = jax.lax.optimization_barrier((planes, scale, offset, x))
-    num_tokens = x.shape[0]
-    blocks = x.astype(jnp.float32).reshape(num_tokens, num_groups, BLOCK).transpose(2, 0, 1)  # f32[32, T, G]
-    if num_planes == BLOCK:
-        terms = _times(planes, blocks)
-    else:  # the high half of a byte is 16 times its code; a sixteenth of x is exact
-        wide = planes.astype(jnp.int32)
-        terms = _times(wide & 0x0F, blocks[:16]) + _times(wide & 0xF0, blocks[16:] / 16)
-    sums = terms[:PARTIAL_SUMS]  # f32[PARTIAL_SUMS, T, G, F]
-    for start in range(PARTIAL_SUMS, num_planes, PARTIAL_SUMS):
-        sums = sums + terms[start : start + PARTIAL_SUMS]
-    # A second pass over few numbers; in one expression with the first, XLA would do all of it once per output.
-    sums = jax.lax.optimization_barrier(sums).sum(axis=0)
-    result = sums * scale.astype(jnp.float32)
+    tiles, scale, offset, blocks = jax.lax.optimization_barrier((tiles, scale, offset, blocks))
+    codes = tiles.reshape(num_groups, *MORE_AXES, num_tiles, num_planes, size)
+
+    def sum_of(planes: slice) -> jax.Array:
+        """Of the terms of these planes: f32[G, T, F / L, L]."""
+
+        def inputs(first: int) -> jax.Array:
+            chosen = blocks[..., first + planes.start : first + planes.stop]
+            return chosen.reshape(num_groups, num_tokens, *MORE_AXES, -1, 1)
+
+        part = codes[..., planes, :]
+        if num_planes == BLOCK:
+            terms = part.astype(jnp.float32) * inputs(0)
+        else:
+            wide = part.astype(jnp.int32)
+            low, high = (wide & 0x0F).astype(jnp.float32), (wide >> 4).astype(jnp.float32)
+            terms = low * inputs(0) + high * inputs(BLOCK // 2)
+        return terms.sum(axis=-2).reshape(num_groups, num_tokens, num_tiles, size)
+
+    def per_output(array: jax.Array) -> jax.Array:
+        return array.reshape(num_groups, 1, num_tiles, size).astype(jnp.float32)
+
+    half = num_planes // 2  # two partial sums: with one or four a step takes longer (LOG.md)
+    sums = sum_of(slice(0, half)) + sum_of(slice(half, num_planes))
+    result = sums * per_output(scale)
     if offset is not None:
-        result = result + blocks.sum(axis=0)[..., None] * offset.astype(jnp.float32)
-    return result.sum(axis=1)
-
-
-def _times(codes: jax.Array, inputs: jax.Array) -> jax.Array:
-    """Codes [P, G, F] times inputs f32[P, T, G]: f32[P, T, G, F]; part of one expression, never in memory."""
-    return codes.astype(jnp.float32)[:, None] * inputs[..., None]
+        result = result + totals * per_output(offset)
+    # A second pass over few numbers; in one expression with the first, LLVM would not vectorize either.
+    return jax.lax.optimization_barrier(result).sum(axis=0).reshape(num_tokens, num_outputs)
