@@ -87,12 +87,12 @@ def ragged_paged_attention(
             first = jnp.maximum(earliest + 1 - sliding_window, 0) // block
         # Queries that a unit has not are other rows' or the last one: their results are not read.
         unit_q = q[jnp.minimum(of_group(firsts)[:, None] + slots, num_tokens - 1)]  # [W, UNIT_QUERIES, N, H]
-        unit_q = unit_q.astype(jnp.float32) * sm_scale
+        unit_q = unit_q.astype(jnp.float32)
         unit_q = unit_q.transpose(0, 2, 1, 3).reshape(GROUP_UNITS, num_kv_heads, -1, head_dim)  # [W, K, M, H]
         # K and V lanes stay together, as for xla's decode rows: q's zeros meet V.
         unit_q = jnp.pad(unit_q, ((0, 0), (0, 0), (0, 0), (0, head_dim)))
         last = (ends.max() + block - 1) // block
-        out, lse = walk(unit_q, sinks, read_block, first, last, 2 * head_dim, soft_cap)
+        out, lse = walk(unit_q, sinks, read_block, first, last, 2 * head_dim, sm_scale, soft_cap)
         out = out[..., head_dim:].reshape(GROUP_UNITS, num_q_heads, UNIT_QUERIES, head_dim)
         lse = lse.reshape(GROUP_UNITS, num_q_heads, UNIT_QUERIES)
         return (
