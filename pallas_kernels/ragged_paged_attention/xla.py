@@ -23,6 +23,8 @@ BLOCK_TOKENS = 128  # kv tokens of one block of the walk (one page, if a page is
 FEW_QUERIES = 16  # up to so many per kv head, XLA:CPU multiplies keys by queries 2x faster than the other way
 TILE_QUERIES = 64  # query tokens of one prefill tile
 MASKED = -1e30  # a score that weighs nothing; finite, since -inf - -inf is NaN
+# The peak before any score: so far over MASKED that exp(MASKED - peak) is 0 also where nothing is visible yet.
+NO_PEAK = MASKED / 2
 
 Block = tuple[
     jax.Array, jax.Array, jax.Array
@@ -132,7 +134,7 @@ def walk(
 ) -> tuple[jax.Array, jax.Array]:  # f32[W, K, M, Hv], f32[W, K, M]
     """Online softmax over the blocks [first, last)."""
     if sinks is None:
-        peak = jnp.full(q.shape[:3], MASKED)
+        peak = jnp.full(q.shape[:3], NO_PEAK)
         total = jnp.zeros(q.shape[:3])
     else:
         peak = jnp.broadcast_to(sinks, q.shape[:3])
@@ -148,7 +150,7 @@ def walk(
         scores = _masked(scores, visible, sm_scale, soft_cap)
         new_peak = jnp.maximum(peak, scores.max(axis=-1))
         decay = jnp.exp(peak - new_peak)
-        weights = jnp.where(visible, jnp.exp(scores - new_peak[..., None]), 0.0)
+        weights = jnp.exp(scores - new_peak[..., None])
         new = jnp.einsum("wkmc,wkch->wkmh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
         return new_peak, total * decay + weights.sum(axis=-1), acc * decay[..., None] + new
 
@@ -214,13 +216,11 @@ def _decode(
         kv = gather_block(kv_pages, kv_scales, of_chunk(page_ids)[:, None], live, q.dtype)
         chunk_q = q.at[row].get(mode="clip")
         scores = jnp.einsum("wkgh,wkch->wkgc", chunk_q, kv, preferred_element_type=jnp.float32)
-        visible = live[:, None, None, :]
-        scores = _masked(scores, visible, sm_scale, soft_cap)
+        scores = _masked(scores, live[:, None, None, :], sm_scale, soft_cap)
         # Pages past the end of the list belong to no row: what they would add is dropped.
         new_peak = peak.at[row].max(scores.max(axis=-1), mode="drop")
         decay = jnp.exp(peak - new_peak)
-        row_peak = new_peak.at[row].get(mode="clip")[..., None]
-        weights = jnp.where(visible, jnp.exp(scores - row_peak), 0.0)
+        weights = jnp.exp(scores - new_peak.at[row].get(mode="clip")[..., None])
         new = jnp.einsum("wkgc,wkch->wkgh", weights.astype(q.dtype), kv, preferred_element_type=jnp.float32)
         total = (total * decay).at[row].add(weights.sum(axis=-1), mode="drop")
         acc = (acc * decay[..., None]).at[row].add(new[..., head_dim:], mode="drop")
@@ -230,7 +230,7 @@ def _decode(
     num_chunks = (ends[-1] + width - 1) // width
 
     def attend_every_other(first: int) -> tuple[jax.Array, ...]:
-        peak, total = jnp.full(shape, MASKED), jnp.zeros(shape)
+        peak, total = jnp.full(shape, NO_PEAK), jnp.zeros(shape)
         if sinks is not None and first == 0:
             peak, total = jnp.broadcast_to(sinks, shape), jnp.ones(shape)
         return jax.lax.fori_loop(
