@@ -5,6 +5,8 @@ Shape letters: T tokens, D embed_dim, N query heads, K KV heads, H head_dim, F m
 
 import math
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -69,7 +71,13 @@ def rope_frequencies(rope: RopeConfig) -> np.ndarray:
 def rope_table(rope: RopeConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(cos, sin), each f32[T, H / 2], of positions i32[T]. Made once per step, read by all layers."""
     angles = positions.astype(jnp.float32)[:, None] * rope_frequencies(rope)
-    return jnp.cos(angles), jnp.sin(angles)
+    table = jnp.cos(angles), jnp.sin(angles)
+    # XLA:CPU would compute both again in each fusion that reads them: for every head of every layer.
+    return jax.lax.platform_dependent(*table, cpu=_keep, default=lambda *table: table)
+
+
+def _keep(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    return jax.lax.optimization_barrier(arrays)
 
 
 def apply_rope(x: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
@@ -99,5 +107,16 @@ def gated_mlp(x: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> 
       gate, up: weight leaves [F, D].
       down: weight leaf [D, F].
     """
-    hidden = jax.nn.silu(quantization.project(x, gate)) * quantization.project(x, up)
+    halves = (quantization.project(x, weight, out_dtype=jnp.float32) for weight in (gate, up))
+    # XLA:CPU rounds to bfloat16 after each operation of silu, in several instructions: there it is all in float32.
+    hidden = jax.lax.platform_dependent(
+        *halves,
+        cpu=partial(_gated, compute_dtype=jnp.float32, out_dtype=x.dtype),
+        default=partial(_gated, compute_dtype=x.dtype, out_dtype=x.dtype),
+    )
     return quantization.project(hidden, down)
+
+
+def _gated(gate: jax.Array, up: jax.Array, compute_dtype: Any, out_dtype: Any) -> jax.Array:
+    gate, up = gate.astype(compute_dtype), up.astype(compute_dtype)
+    return (jax.nn.silu(gate) * up).astype(out_dtype)

@@ -13,7 +13,7 @@ from checkpoints import huggingface
 from checkpoints.loading import weight_leaves
 from jaxinfer import batch as batches
 from jaxinfer import kv_cache as kv
-from jaxinfer import models
+from jaxinfer import layers, models
 from jaxinfer.layers import RopeConfig
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "tiny"
@@ -118,3 +118,27 @@ def test_rope_factors_of_a_gguf_file_equal_the_llama3_rule():
     factors = tuple(float(x) for x in llama3_rope_factors(hf))
     by_factors = rope_frequencies(RopeConfig(hf["rope_theta"], hf["head_dim"], "factors", factors=factors))
     np.testing.assert_allclose(by_rule, by_factors, rtol=1e-6)
+
+
+def test_angles_are_computed_once_for_all_layers(tiny):
+    """On CPU, where XLA would compute them again in every fusion that reads the table."""
+    _, model, config, weights = tiny
+    spec = kv.KVCacheSpec(config.num_layers, config.num_kv_heads, config.head_dim, 16, 3)
+    packed = batches.pack([(range(3, 19), 0, [1])], page_size=16)
+    lowered = jax.jit(model.forward, static_argnums=0).lower(config, weights, kv.init(spec), packed)
+    text = lowered.compile().as_text()
+    assert text.count(" cosine(") == text.count(" sine(") == 1
+
+
+def test_the_gated_mlp_rounds_to_bfloat16_once_before_its_last_product():
+    """On CPU: silu and the product of the halves are in float32. The last matrix is the identity."""
+    rng = np.random.default_rng(0)
+    x, gate, up = (
+        jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in ((6, 32), (48, 32), (48, 32))
+    )
+    got = layers.gated_mlp(x, gate, up, jnp.eye(48, dtype=jnp.bfloat16))
+    x, gate, up = (np.asarray(a, np.float64) for a in (x, gate, up))
+    halves = x @ gate.T, x @ up.T
+    want = halves[0] / (1 + np.exp(-halves[0])) * halves[1]
+    # half a unit of bfloat16's 8 bits, and what float32 loses before
+    np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=2**-8 * (1 + 1e-3), atol=1e-5)
