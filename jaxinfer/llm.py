@@ -55,7 +55,8 @@ class LLM:
       tokenizer: for `config` and `weights`; without it prompts are token ids and outputs have no text.
       dtype: of weights and activations: auto, float32, bfloat16, float16.
       quantize: None, or "w8a8": matrices of layers in int8 with a scale per output, activations in int8 with a
-        scale per token.
+        scale per token. On a CPU the channels of activations are made alike first, from tokens that the model draws
+        (which takes all weights in `dtype` for a while), and the matrices of K and V stay in `dtype`.
       few_rows: how up to four rows are multiplied on a CPU: "full", by the matrices in `dtype` as any number; "packed",
         by the 4 or 8 bit codes of a GGUF file, which lie beside the matrices then: the file's values exactly, float32
         sums; "auto", by what was measured for this kind of CPU. `update_weights` needs "full".
@@ -225,7 +226,7 @@ class LLM:
         buckets = replace(buckets, tile=tile)
         # On a CPU the first programs are compiled, or loaded, while weights are read. Elsewhere
         # pages come last: leaves that are quantized as they come need room on the device for a while.
-        early = background_compile and device.platform == "cpu" and found.shapes is not None
+        early = background_compile and device.platform == "cpu" and not found.weights_loaded
         self.engine = Engine(
             found.module,
             config,

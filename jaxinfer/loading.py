@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import checkpoints
 from checkpoints import fetch
 from checkpoints.loading import TensorSource, Transform, leaf_sources, named_leaves, weight_leaves
-from jaxinfer import defaults, models, quantization
+from jaxinfer import defaults, models, quantization, smoothing
 from jaxinfer.prompts import default_sampling_params
 from jaxinfer.request import SamplingParams
 from jaxinfer.sampling import LogprobsMode
@@ -172,24 +172,38 @@ def quantized(
     if found.config.dtype == "float16":
         raise ValueError(f"quantize={quantize!r} works with dtype float32 or bfloat16, not float16")
     products = w8a8_products(device.device_kind)
-    logger.info("weights: %s, products in %s on %s", quantize, products, device.device_kind)
+    smooth = device.platform == "cpu" and hasattr(found.module, "SMOOTHED")
+    logger.info(
+        "weights: %s, products in %s on %s, channels of activations %s",
+        quantize, products, device.device_kind, "smoothed" if smooth else "as they are",
+    )  # fmt: skip
     axes = found.module.logical_axes(found.config)
     by_name = dict(named_leaves(axes, is_leaf=quantization.is_axes))
 
     def transform(name: str, leaf: jax.Array, source: Any) -> Any:
         return quantization.quantize_leaf(by_name[name], leaf, products)
 
-    shapes = jax.eval_shape(
-        lambda: quantization.quantize(found.module.init(found.config, jax.random.key(0)), axes, products)
-    )
+    def in_form(weights: Any) -> Any:
+        if smooth:
+            return smoothing.quantize(found.module, found.config, weights, products)
+        return quantization.quantize(weights, axes, products)
+
+    def shapes() -> Any:
+        weights = found.module.init(found.config, jax.random.key(0))
+        if smooth:
+            return smoothing.apply(found.module, found.config, weights, products, {})
+        return quantization.quantize(weights, axes, products)
+
+    # On an accelerator the leaves are quantized as they come: all of them beside each other may not fit.
+    load_weights = partial(found.load_weights, transform=transform)
     changed = replace(
         found,
-        load_weights=partial(found.load_weights, transform=transform),
+        load_weights=(lambda: in_form(found.load_weights())) if smooth else load_weights,
         name=f"{found.name}, {quantize}",
-        in_form=lambda weights: quantization.quantize(weights, axes, products),
-        shapes=None if found.weights_loaded else shapes,
+        in_form=in_form,
+        shapes=jax.eval_shape(shapes),
     )
-    return changed, _num_bytes(shapes)
+    return changed, _num_bytes(changed.shapes)
 
 
 def with_packed(

@@ -6,6 +6,7 @@ codes of the file it came from). Every product with a weight goes through
 """
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -46,9 +47,22 @@ class PackedMatrix:
         return self.matrix.shape
 
 
+@struct.dataclass
+class ObservedMatrix:
+    """A matrix, and who is told by each product what it was multiplied by: report(number, x [T, D])."""
+
+    matrix: jax.Array  # [*out, *in]
+    number: jax.Array  # i32[]
+    report: Callable[[jax.Array, jax.Array], None] = struct.field(pytree_node=False)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.matrix.shape
+
+
 def project(
     x: jax.Array,
-    weight: jax.Array | QuantizedTensor | PackedMatrix,
+    weight: jax.Array | QuantizedTensor | PackedMatrix | ObservedMatrix,
     *,
     in_axes: int = 1,
     out_dtype: jax.typing.DTypeLike | None = None,
@@ -70,6 +84,9 @@ def project(
     # One plain matrix product: XLA's CPU backend copies a weight of three axes into another layout at each call.
     size = math.prod(inner)
     x, out_dtype = x.reshape(-1, size), out_dtype or x.dtype
+    if isinstance(weight, ObservedMatrix):
+        jax.debug.callback(weight.report, weight.number, x)
+        weight = weight.matrix
     if isinstance(weight, PackedMatrix):
         if x.shape[0] <= few_rows.MAX_ROWS:
             packed = few_rows.few_rows_matmul(x, weight.tiles, weight.scale, weight.offset)
@@ -126,18 +143,28 @@ def quantize(weights: Any, logical_axes: Any, w8a8: str) -> Any:
     )
 
 
-def quantize_leaf(axes: tuple[str, ...], weight: jax.Array, w8a8: str) -> jax.Array | QuantizedTensor:
-    """A matrix rounded to the nearest of 255 codes per output, without calibration; other leaves as they are.
+def quantize_leaf(
+    axes: tuple[str, ...],
+    weight: jax.Array,
+    w8a8: str,
+    in_factor: jax.Array | None = None,
+    out_factor: jax.Array | None = None,
+) -> jax.Array | QuantizedTensor:
+    """A matrix times its factors, rounded to the nearest of 255 codes per output; other leaves only times theirs.
 
     Args:
       axes: the names of its axes. A matrix of a layer has two or more, one of them "embed"; the tables of the
-        vocabulary stay too, which is half of the loss (LOG.md, 2026-11-30).
+        vocabulary stay too, which is half of the loss without factors (LOG.md, 2026-11-30).
       weight: the leaf, output axes first.
       w8a8: what products are computed in, "int8" or "bfloat16" (see quantized_matmul).
+      in_factor: f32[D], of the inputs of a matrix (see smoothing.py); None: 1.
+      out_factor: f32[F], of the outputs of a matrix, or of a vector; None: 1.
     """
     if len(axes) < 2 or "embed" not in axes or "vocab" in axes:
-        return weight
-    qvalue, scale = _int8_codes(weight, len(axes) - 1 if axes[0] == "embed" else 1)
+        return weight if out_factor is None else weight * out_factor
+    qvalue, scale = _int8_codes(weight, in_factor, len(axes) - 1 if axes[0] == "embed" else 1)
+    if out_factor is not None:
+        scale = scale * out_factor[:, None]
     return QuantizedTensor(qvalue=qvalue, scale=scale, w8a8=w8a8)
 
 
@@ -151,10 +178,12 @@ def is_axes(node: Any) -> bool:
     return isinstance(node, tuple) and bool(node) and all(isinstance(name, str) for name in node)
 
 
-@partial(jax.jit, static_argnums=1)
-def _int8_codes(weight: jax.Array, in_axes: int) -> tuple[jax.Array, jax.Array]:
+@partial(jax.jit, static_argnums=2)
+def _int8_codes(weight: jax.Array, in_factor: jax.Array | None, in_axes: int) -> tuple[jax.Array, jax.Array]:
     """int8 codes of the weight's shape, and f32[F, 1]."""
     matrix = weight.reshape(-1, math.prod(weight.shape[-in_axes:])).astype(jnp.float32)
+    if in_factor is not None:
+        matrix = matrix * in_factor
     peak = jnp.max(jnp.abs(matrix), axis=1, keepdims=True)
     scale = jnp.where(peak > 0, peak / 127, 1.0)
     return jnp.round(matrix / scale).astype(jnp.int8).reshape(weight.shape), scale

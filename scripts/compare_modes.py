@@ -20,14 +20,14 @@ import numpy as np
 WINDOW = 512
 
 
-def windows_of(text: str, tokenizer: Any, num_tokens: int) -> list[list[int]]:
-    ids = tokenizer.encode_plain(text)
+def windows_of(text: str, tokenizer: Any, skip: int, num_tokens: int) -> list[list[int]]:
+    ids = tokenizer.encode_plain(text)[skip:]
     if len(ids) < num_tokens:
         raise SystemExit(f"the text has {len(ids)} tokens, and {num_tokens} are asked for: give a longer one")
     return [ids[i : i + WINDOW] for i in range(0, num_tokens - 1, WINDOW)]
 
 
-def measure(model: str, mode: str, text: str, num_tokens: int) -> dict[str, np.ndarray]:
+def measure(model: str, mode: str, text: str, skip: int, num_tokens: int) -> dict[str, np.ndarray]:
     """Per token but the first of each window: its log-probability, the best token's id and log-probability."""
     from jaxinfer import LLM, SamplingParams
 
@@ -38,7 +38,7 @@ def measure(model: str, mode: str, text: str, num_tokens: int) -> dict[str, np.n
         enable_prefix_caching=False, background_compile=False,
     ) as llm:  # fmt: skip
         assert llm.tokenizer is not None
-        windows = windows_of(text, llm.tokenizer, num_tokens)
+        windows = windows_of(text, llm.tokenizer, skip, num_tokens)
         params = SamplingParams(temperature=0, max_tokens=0, prompt_logprobs=1, detokenize=False)
         found: list[tuple[float, int, float]] = []
         for output in llm.generate(windows, params, use_tqdm=True):
@@ -58,6 +58,7 @@ def main() -> None:
     parser.add_argument("modes", nargs="+", metavar="MODE")
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--tokens", type=int, default=100_000)
+    parser.add_argument("--skip", type=int, default=0, help="tokens left out, to measure a text in pieces")
     parser.add_argument("--text", type=Path)
     args = parser.parse_args()
     text = args.text.read_text() if args.text else "\n\n".join(pydoc_data.topics.topics.values())
@@ -65,7 +66,7 @@ def main() -> None:
     results: dict[str, dict[str, float]] = {}
     first: dict[str, np.ndarray] | None = None
     for mode in args.modes:
-        found = measure(args.model, mode, text, args.tokens)
+        found = measure(args.model, mode, text, args.skip, args.tokens)
         first = first or found
         moved = np.abs(found["logprob"] - first["logprob"])
         results[mode] = {

@@ -22,7 +22,7 @@ LAYERS = [
     "engine",
     "checkpoints",
     "tokenizer detokenizer chat prompts",
-    "records loading",
+    "records smoothing loading",
     "request_loop",
     "llm planner batch_runner bench aot",
     "cli eval_adapter ray_data",

@@ -127,7 +127,7 @@ def build(model: str, options: Mapping[str, Any], device: AbsentDevice) -> Build
     weights = jax.tree.unflatten(structure, leaves.values())
     found, weights_bytes = quantized(given_model(config, weights, module, None), o["quantize"], device)
     if o["quantize"] is not None:
-        weights = jax.eval_shape(found.in_form, weights)
+        weights = found.shapes
     buckets = Buckets.default(
         o["max_num_seqs"], o["max_num_batched_tokens"], o["decode_steps"], device.platform
     )

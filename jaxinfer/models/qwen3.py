@@ -119,6 +119,13 @@ HF_NAMES = {
     "lm_head.weight": "unembed",
 }
 
+# What writes channels of activations in a layer -> the matrices that read them; nothing else does (smoothing.py).
+SMOOTHED = {
+    "attn_norm": ("q_proj", "k_proj", "v_proj"),
+    "mlp_norm": ("gate_proj", "up_proj"),
+    "up_proj": ("down_proj",),
+}
+
 
 def logical_axes(config: Config) -> Weights:
     """The name of every axis of every leaf, a tuple of names per leaf."""

@@ -4,6 +4,8 @@ The int32 sums of w8a8 are exact, so the oracle in float64 differs by the roundi
 a few units of 2**-24, relative.
 """
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -67,6 +69,16 @@ def test_products_are_those_of_the_codes(name, w8a8):
     sums = x_codes.astype(np.float64) @ codes.reshape(-1, x_codes.shape[1]).T
     want = (sums * x_scale * scale.reshape(1, -1)).reshape(got.shape)
     np.testing.assert_allclose(got, want, rtol=RELATIVE, atol=1e-9)
+
+
+def test_products_of_one_input_quantize_it_once():
+    """XLA finds the equal parts of q, k and v, and of gate and up: `project` need not be told."""
+    tensors = [quantize_leaf(("mlp", "embed"), jnp.asarray(random((40, 24), i)), "int8") for i in range(3)]
+    x = jnp.asarray(random((5, 24), 4))
+    compiled = (
+        jax.jit(lambda x, tensors: [quantization.project(x, t) for t in tensors]).lower(x, tensors).compile()
+    )
+    assert len(re.findall(r"= s8\[5,24\]\S* convert\(", compiled.as_text())) == 1
 
 
 @pytest.mark.parametrize("rows", [1, 2])
