@@ -13,8 +13,9 @@ KERNELS = ("ragged_paged_attention", "kv_append", "append_then_attend", "quantiz
 INTRODUCTION = """\
 Each line is one program of the engine's warm-up (`jaxinfer compile MODEL --target CHIP`), compiled by the real compiler
 of the chip from the shapes of its arguments. A line proves that the compiler takes the program and what memory it
-needs; no value was computed and nothing was timed but the compiler. XLA for GPUs chooses between kernels by trying them
-on a GPU; without one it takes its defaults. Shares are of the memory that programs can have: what the TPU compiler
+needs; no value was computed and nothing was timed but the compiler, on a shared machine that was held at times: its
+seconds are upper bounds. XLA for GPUs chooses between kernels by trying them on a GPU; without one it takes its
+defaults. Shares are of the memory that programs can have: what the TPU compiler
 says, or 75 % of a GPU's, as JAX takes. "In place" says that the whole KV cache is aliased and that no copy or transpose
 of an array of pages stands in the compiled text. Cycles are the TPU compiler's own estimates for XLA's part, its
 placeholders left out; the Pallas calls stand beside them with what they declare. Registers, spilled and shared bytes of
