@@ -184,7 +184,8 @@ def _decode(
 ) -> tuple[jax.Array, jax.Array]:  # f32[B, K, G, H], f32[B, K, G]; zeros and -inf where kv_lens is 0
     num_rows, num_kv_heads, group_size, head_dim = q.shape
     page_size, most = kv_pages.shape[2], page_table.shape[1]
-    width = max(1, min(CHUNK_TOKENS, ROW_TOKENS * num_rows) // page_size)  # pages of a turn, W
+    chunk_tokens = min(CHUNK_TOKENS, ROW_TOKENS * num_rows, num_rows * most * page_size)
+    width = max(1, chunk_tokens // page_size)  # pages of a turn, W
     num_loops = 2 if num_rows > FEW_ROWS else 1
 
     # The list of pages: row after row, each from the first page that its window sees.
