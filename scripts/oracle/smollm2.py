@@ -1,4 +1,4 @@
-"""Writes tests/golden/smollm2.{json,npz}: greedy tokens and top-5 logprobs, by transformers."""
+"""Writes tests/golden/smollm2.{json,npz}: greedy tokens and top-5 logprobs, by transformers in float64."""
 
 import json
 import sys
@@ -10,10 +10,36 @@ import torch
 from smollm2_prompts import CHATS, PLAIN
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.models.llama import modeling_llama
 
 GOLDEN = Path(__file__).parents[2] / "tests" / "golden"
 NUM_TOKENS = 48
 TOP = 5
+
+
+def all_in_float64() -> None:
+    """Replaces the three parts of transformers' Llama that compute in float32 whatever the weights are."""
+
+    def norm(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+
+    def rope(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        theta, head_dim = self.config.rope_parameters["rope_theta"], self.config.head_dim
+        frequencies = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+        angles = (position_ids[:, :, None].double() * frequencies).repeat(1, 1, 2)
+        return angles.cos(), angles.sin()
+
+    def attend(
+        module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, scaling: float, **_: Any
+    ) -> tuple[torch.Tensor, None]:
+        k, v = (modeling_llama.repeat_kv(x, module.num_key_value_groups) for x in (k, v))
+        scores = q @ k.transpose(2, 3) * scaling
+        weights = (scores if mask is None else scores + mask).softmax(-1)
+        return (weights @ v).transpose(1, 2).contiguous(), None
+
+    modeling_llama.LlamaRMSNorm.forward = norm
+    modeling_llama.LlamaRotaryEmbedding.forward = rope
+    modeling_llama.eager_attention_forward = attend
 
 
 def load_tokenizer(file: Path) -> Any:
@@ -50,9 +76,11 @@ def greedy(model: torch.nn.Module, token_ids: list[int]) -> list[int]:
 @torch.inference_mode()
 def main(file: Path) -> None:
     tokenizer = load_tokenizer(file)
+    all_in_float64()
     model = AutoModelForCausalLM.from_pretrained(
         file.parent, gguf_file=file.name, dtype=torch.float32, attn_implementation="eager"
     ).eval()
+    model.double()  # the file's values are exact in float32
     prompts = make_prompts(tokenizer)
     dtypes = {"token_ids": "u2", "first_end": "i4", "top_ids": "u2", "top_logprobs": "f4", "gaps": "f4"}
     rows: dict[str, list[Any]] = {name: [] for name in dtypes}
@@ -60,7 +88,8 @@ def main(file: Path) -> None:
         ids = greedy(model, prompt["token_ids"])
         # logprobs from a second way: one full forward without a cache
         logits = model(torch.tensor([prompt["token_ids"] + ids[:-1]]), use_cache=False).logits[0]
-        top = logits[-NUM_TOKENS:].double().log_softmax(-1).topk(TOP)
+        assert logits.dtype == torch.float64
+        top = logits[-NUM_TOKENS:].log_softmax(-1).topk(TOP)
         gaps = top.values[:, 0] - top.values[:, 1]
         differs = top.indices[:, 0] != torch.tensor(ids)
         if (differs & (gaps > 1e-3)).any():

@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct through `LLM` against transformers: real text, real checkpoint, float32."""
+"""SmolLM2-135M-Instruct in float32 through `LLM` against transformers: real text, real checkpoint."""
 
 import itertools
 import json
@@ -47,13 +47,15 @@ def test_greedy_tokens_and_logprobs_equal_transformers(llm):
             for token, logprob in zip(golden["top_ids"][row, i], golden["top_logprobs"][row, i], strict=True):
                 errors.append(abs(entries[int(token)].logprob - logprob))
             compared += 1
-    worst, most, mean = max(errors), np.quantile(errors, 0.999), np.mean(errors)
+    errors = np.array(errors)
+    mean, most, over = errors.mean(), np.quantile(errors, 0.999), (errors >= 1e-4).sum()
     print(
         f"{compared} tokens compared, {tolerated} rows ended at a near-tie, logprobs off by {mean:.1e} in the mean, "
-        f"{most:.1e} for all but one in 1,000, {worst:.1e} at worst"
+        f"{most:.1e} for all but one in 1,000, {errors.max():.1e} at worst"
     )
-    # float32 sums, in the order of the processor's kernels: of 7,680 the worst is 8.0e-5 with AVX2, 1.1e-4 with AVX512.
-    assert mean < 2e-5 and most < 1e-4 and worst < 2e-4
+    # Against float64, transformers' own float32 is off by 5.0e-6, 3.5e-5 and 6.1e-5. Ours: 8.2e-6 and 5.1e-5, and one
+    # value of the 7,680 over 1e-4 (1.14e-4) with AVX512, where products of 576 add up in one chain.
+    assert mean < 1e-5 and most < 6e-5 and over <= 1 and errors.max() < 1.2e-4
     assert tolerated <= 1
     assert compared >= 31 * TOKENS
 
