@@ -59,7 +59,11 @@ def run(tree: Path, arguments: list[str], script: str) -> dict[str, Any]:
     )
     if result.returncode:
         raise SystemExit(f"the benchmark of {tree} failed:\n{result.stdout}{result.stderr}")
-    return json.loads(result.stdout.splitlines()[-1])
+    *_, last = result.stdout.splitlines() or [""]
+    try:
+        return json.loads(last)
+    except json.JSONDecodeError:
+        raise SystemExit(f"the last line of the benchmark of {tree} is no JSON: {last!r}") from None
 
 
 def compare(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str, dict[str, float]]:
@@ -101,7 +105,8 @@ def main() -> None:
             order = "ab" if number % 2 == 0 else "ba"  # so that neither is always the second
             results = {side: run(trees[side], arguments, args.script) for side in order}
             pairs.append((results["a"], results["b"]))
-            print(f"run {number + 1} of {args.runs}: {compare(pairs[-1:])}", file=sys.stderr, flush=True)
+            ratios = ", ".join(f"{name} {f['ratio']:.3f}" for name, f in compare(pairs[-1:]).items())
+            print(f"run {number + 1} of {args.runs}: {ratios}", file=sys.stderr, flush=True)
     found = compare(pairs)
     print(f"{'':<18}{'A':>12}{'B':>12}{'B / A':>9}   of {args.runs} pairs")
     for name, f in found.items():
