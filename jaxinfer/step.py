@@ -79,15 +79,12 @@ class Program:
 
 @dataclass(frozen=True)
 class Buckets:
-    """The shapes that programs are compiled for; a step takes the smallest that holds it.
-
-    Each decode row count exists with k = 1; those up to `max_multi_step_rows` with k = decode_steps too.
-    """
+    """The shapes that programs are compiled for; a step takes the smallest that holds it."""
 
     prefill: tuple[tuple[int, int], ...]  # (T, B), cheapest first
-    decode: tuple[int, ...]  # B, ascending
+    decode: tuple[int, ...]  # B of the programs that take one step, ascending
     decode_steps: int  # k
-    max_multi_step_rows: int
+    multi_step: tuple[int, ...]  # B of those that take k steps, ascending; unused if k is 1
     variants: tuple[Variant, ...] = ("greedy", "sample")  # compiled at warm-up
     prompt_logprobs: tuple[
         int, ...
@@ -105,47 +102,47 @@ class Buckets:
         """A lattice of at most 8 shapes, each for greedy and for sampled rows: at most 16 programs.
 
         With R = max_num_seqs and T = max_num_batched_tokens:
-          CPU: decode 1, 8, 3R/8, 5R/8 and R rows, k steps at once for 1 row alone. A step's time grows with its
-            rows, so row counts are close; the host costs little beside a step of many rows. One program serves
-            greedy and sampled rows: a branch costs nothing, and a loaded program costs time and memory. A prompt of
-            up to 128 tokens that comes alone has a program of one row: it is loaded in half the time of one with
-            R rows, and unembeds one row.
+          CPU: decode 8, 3R/8, 5R/8 and R rows, and k steps at once for 1 row alone: it rarely takes one. A step's
+            time grows with its rows, so row counts are close; the host costs little beside a step of many rows. One
+            program serves greedy and sampled rows: a branch costs nothing, and a loaded program costs time and memory.
+            A prompt of up to 128 tokens that comes alone has a program of one row: it is loaded in half the time of
+            one with R rows, and unembeds one row.
           elsewhere: decode 8, 64 (256 if R is over 256) and R rows, each with k steps at once: rows are nearly
             free. A branch makes a device wait for the host, so greedy rows have their own programs.
           prefill T, T/4, T/16 ... tokens (at least 32) of up to R rows, as many as there is room for.
-        So R = 64, T = 512, k = 8 has decode[1,1] [8,1] [24,1] [40,1] [64,1] [1,8] and prefill[128,1] [128,64]
-        [512,64] on CPU: 9 programs; elsewhere decode[8,1] [64,1] [8,8] [64,8] and prefill[32,32] [128,64] [512,64].
-        With a tile: decode 1 and R, prefill T. The work of a step is its live tiles, whatever its bucket.
+        So R = 64, T = 512, k = 8 has decode[8,1] [24,1] [40,1] [64,1] [1,8] and prefill[128,1] [128,64] [512,64] on
+        CPU: 8 programs; elsewhere decode[8,1] [64,1] [8,8] [64,8] and prefill[32,32] [128,64] [512,64].
+        With a tile: decode R, k steps for 1 row, prefill T. The work of a step is its live tiles, whatever its bucket.
         """
         most = max_num_seqs
         variants: tuple[Variant, ...] = ("any",) if platform == "cpu" else ("greedy", "sample")
         if tile is not None:
             widest = (max_num_batched_tokens, min(max_num_batched_tokens, most))
-            return Buckets(
-                (widest,),
-                tuple(sorted({1, most})),
-                decode_steps,
-                max_multi_step_rows=1,
-                variants=variants,
-                tile=tile,
-            )
+            return Buckets((widest,), (most,), decode_steps, multi_step=(1,), variants=variants, tile=tile)
         if platform == "cpu":
-            rows, multi = [1, 8, 3 * most // 8, 5 * most // 8], 1
+            rows = [1] * (decode_steps == 1) + [8, 3 * most // 8, 5 * most // 8]
         else:
-            rows, multi = [8, 64 if most <= 256 else 256], most
-        decode = sorted({b for b in rows if 0 < b < most} | {most})
-        num_decode = len(decode) + (decode_steps > 1) * sum(b <= multi for b in decode)
-        widths = [max_num_batched_tokens // 4**i for i in range(MAX_SHAPES - num_decode)]
+            rows = [8, 64 if most <= 256 else 256]
+        decode = tuple(sorted({b for b in rows if 0 < b < most} | {most}))
+        multi_step = (1,) if platform == "cpu" else decode
+        num_decode = len(decode) + (decode_steps > 1) * len(multi_step)
+        single = platform == "cpu"  # one more prefill
+        widths = [max_num_batched_tokens // 4**i for i in range(MAX_SHAPES - num_decode - single)]
         prefill = {(t, min(t, most)) for t in widths if t >= 32 or t == widths[0]}
-        if platform == "cpu":
+        if single:
             prefill.add((min(SINGLE_PROMPT, max_num_batched_tokens), 1))
         return Buckets(
             prefill=tuple(sorted(prefill)),
-            decode=tuple(decode),
+            decode=decode,
             decode_steps=decode_steps,
-            max_multi_step_rows=multi,
+            multi_step=multi_step,
             variants=variants,
         )
+
+    @property
+    def max_multi_step_rows(self) -> int:
+        """Rows that may take k steps at once."""
+        return max(self.multi_step, default=0)
 
     def check(self, scheduler: SchedulerConfig) -> None:
         """Raises ValueError, with the numbers, if a step of such a scheduler would find no bucket."""
@@ -163,10 +160,10 @@ class Buckets:
         if max(self.decode, default=0) < rows:
             raise ValueError(f"no decode bucket of {self.decode} holds max_num_seqs={rows}: add {rows}")
         multi = min(rows, scheduler.max_multi_step_rows or rows)
-        if self.decode_steps > 1 and not any(multi <= b <= self.max_multi_step_rows for b in self.decode):
+        if self.decode_steps > 1 and multi > self.max_multi_step_rows:
             raise ValueError(
-                f"{multi} rows may take decode_steps={self.decode_steps} steps at once, and no decode bucket of "
-                f"{self.decode} up to max_multi_step_rows={self.max_multi_step_rows} holds them"
+                f"{multi} rows may take decode_steps={self.decode_steps} steps at once, and no bucket of "
+                f"multi_step={self.multi_step} holds them"
             )
         unknown = set(self.variants) - {"greedy", "sample", "any"}
         if unknown:
@@ -179,9 +176,7 @@ class Buckets:
         shapes = [("prefill", t, b, 1) for t, b in self.prefill]
         shapes += [("decode", b, b, 1) for b in self.decode]
         if self.decode_steps > 1:
-            shapes += [
-                ("decode", b, b, self.decode_steps) for b in self.decode if b <= self.max_multi_step_rows
-            ]
+            shapes += [("decode", b, b, self.decode_steps) for b in self.multi_step]
         programs = [
             Program(kind, t, b, k, variant, tile=self.tile)
             for variant in self.variants
@@ -211,8 +206,8 @@ class Buckets:
           ValueError: there is none.
         """
         if num_tokens == num_rows and not scores_prompt:
-            for b in self.decode:
-                if num_rows <= b and (num_steps == 1 or b <= self.max_multi_step_rows):
+            for b in self.decode if num_steps == 1 else self.multi_step:
+                if num_rows <= b:
                     return "decode", b, b
         else:
             for t, b in self.prefill:

@@ -58,7 +58,7 @@ def two_programs(rows: int, budget: int) -> dict[str, Any]:
     from jaxinfer.step import Buckets
 
     buckets = Buckets(
-        prefill=((budget, rows),), decode=(rows,), decode_steps=1, max_multi_step_rows=1, variants=("greedy",)
+        prefill=((budget, rows),), decode=(rows,), decode_steps=1, multi_step=(1,), variants=("greedy",)
     )
     return {"decode_steps": 1, "buckets": buckets}
 

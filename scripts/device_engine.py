@@ -146,7 +146,7 @@ def make_engine(
         prefill=((bench.max_num_batched_tokens, rows),),
         decode=(rows,),
         decode_steps=scheduler.decode_steps,
-        max_multi_step_rows=rows,
+        multi_step=(rows,),
         variants=("sample" if bench.temperature else "greedy",),
     )
     options = EngineConfig(

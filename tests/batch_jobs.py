@@ -44,7 +44,7 @@ def write_model(folder: Path) -> SimpleNamespace:
 def cached_llm(path: str, options: tuple[tuple[str, Any], ...]) -> LLM:
     """Few programs, since most of the time of these tests is spent compiling."""
     steps = dict(options)["decode_steps"]
-    buckets = Buckets(((16, ROWS),), decode=(ROWS,), decode_steps=steps, max_multi_step_rows=ROWS)
+    buckets = Buckets(((16, ROWS),), decode=(ROWS,), decode_steps=steps, multi_step=(ROWS,))
     return LLM(path, buckets=buckets, **{"background_compile": False, **dict(options)})
 
 

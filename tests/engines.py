@@ -26,7 +26,7 @@ compile_cache.enable(compile_cache.default_folder())
 GOLDEN = Path(__file__).parent / "golden" / "tiny"
 ROWS, TOKENS, STEPS, PAGE_SIZE, MODEL_LEN = 4, 32, 4, 8, 160
 BUCKETS = Buckets(
-    prefill=((16, ROWS), (TOKENS, ROWS)), decode=(1, ROWS), decode_steps=STEPS, max_multi_step_rows=ROWS
+    prefill=((16, ROWS), (TOKENS, ROWS)), decode=(1, ROWS), decode_steps=STEPS, multi_step=(1, ROWS)
 )
 PLANTED_VOCAB = 64
 _programs: dict[Any, Any] = {}

@@ -79,7 +79,7 @@ def test_stop_begins_no_further_program():
 
 
 def test_the_rest_is_compiled_behind_the_first_token_with_the_variant_in_use_first():
-    buckets = replace(BUCKETS, prefill=((32, 4),), decode=(4,))
+    buckets = replace(BUCKETS, prefill=((32, 4),), decode=(4,), multi_step=(4,))
     engine = make_engine("planted", buckets=buckets, steps=1, background_compile=True)
     generate(engine, ([5, 6, 7], greedy_params(6, ignore_eos=True)))
     background = engine._background

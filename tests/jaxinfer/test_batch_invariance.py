@@ -48,7 +48,7 @@ OTHERS = [
 def make_llm(name: str, dtype: str, tokens: int, rows: int, steps: int, **options) -> LLM:
     _, config, weights = load(name)
     cast = jax.tree.map(lambda x: x.astype(dtype) if x.ndim > 1 and not _is_bias(x) else x, weights)
-    buckets = Buckets(((tokens, rows),), decode=(rows,), decode_steps=steps, max_multi_step_rows=rows)
+    buckets = Buckets(((tokens, rows),), decode=(rows,), decode_steps=steps, multi_step=(rows,))
     sizes = {"max_model_len": 128, "page_size": 16, "num_pages": 600}
     return LLM(
         config=replace(config, dtype=dtype),
@@ -137,7 +137,7 @@ def test_smollm2(dtype):
     others = [SamplingParams(temperature=i % 2, seed=i, logprobs=1, max_tokens=4 + i) for i in range(32)]
     found = []
     for tokens, rows, steps in ((512, 1, 1), (160, 32, 8)):
-        buckets = Buckets(((tokens, rows),), (rows,), decode_steps=steps, max_multi_step_rows=rows)
+        buckets = Buckets(((tokens, rows),), (rows,), decode_steps=steps, multi_step=(rows,))
         with LLM(
             "smollm2-135m-instruct", dtype=dtype, max_model_len=512, max_num_batched_tokens=tokens,
             max_num_seqs=rows, decode_steps=steps, buckets=buckets, batch_invariant=True, background_compile=False,

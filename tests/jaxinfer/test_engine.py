@@ -114,7 +114,7 @@ def test_a_page_that_held_nan_serves_the_next_request():
 
 def test_nothing_compiles_after_warmup():
     """Neither programs nor what runs between steps (page copies of n=2), as jax itself counts compilations."""
-    few = replace(BUCKETS, prefill=((TOKENS, ROWS),), decode=(ROWS,))
+    few = replace(BUCKETS, prefill=((TOKENS, ROWS),), decode=(ROWS,), multi_step=(ROWS,))
     engine = make_engine("planted", strict=True, partial=2, buckets=few)
     built: list[str] = []
     jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: built.append(event))
@@ -179,7 +179,7 @@ def test_default_buckets_hold_every_step_and_are_at_most_16_programs(platform, r
 
 def test_on_a_cpu_one_program_serves_greedy_and_sampled_rows_and_a_single_prompt_has_its_own():
     buckets = Buckets.default(64, 512, 8, "cpu")
-    assert len(buckets.programs()) == 9 and {p.variant for p in buckets.programs()} == {"any"}
+    assert len(buckets.programs()) == 8 and {p.variant for p in buckets.programs()} == {"any"}
     assert [buckets.variant(v) for v in ("greedy", "sample", "full")] == ["any", "any", "full"]
     assert [str(p) for p in buckets.first_programs()] == ["prefill[128,1] any", "decode[1,8] any"]
     assert Buckets.default(64, 512, 8, "gpu").variant("greedy") == "greedy"
@@ -190,7 +190,7 @@ def test_on_a_cpu_one_program_serves_greedy_and_sampled_rows_and_a_single_prompt
     [
         ({"prefill": ((31, 4), (32, 3))}, r"max_num_batched_tokens=32 and max_num_seqs=4: add \(32, 4\)"),
         ({"decode": (1, 3)}, r"no decode bucket of \(1, 3\) holds max_num_seqs=4"),
-        ({"max_multi_step_rows": 1}, r"4 rows may take decode_steps=4 .* max_multi_step_rows=1"),
+        ({"multi_step": (1,)}, r"4 rows may take decode_steps=4 .* multi_step=\(1,\)"),
         ({"decode_steps": 3}, "decode_steps=3, the scheduler 4"),
         ({"variants": ("full",)}, r"variants \['full'\]"),
     ],

@@ -29,7 +29,7 @@ OPTIONS = dict(
     max_num_batched_tokens=32,
     num_pages=96,
     page_size=8,
-    buckets=Buckets(((32, 4),), (4,), 4, 4),
+    buckets=Buckets(((32, 4),), (4,), 4, (4,)),
     decode_steps=4,
     background_compile=False,
 )
@@ -302,7 +302,7 @@ def test_stats_know_the_most_pages_that_were_used(llm):
 @pytest.fixture(scope="module")
 def one_step(planted):
     """The same model, one token at a time."""
-    return LLM(planted.folder, **OPTIONS | dict(buckets=Buckets(((32, 4),), (4,), 1, 4), decode_steps=1))
+    return LLM(planted.folder, **OPTIONS | dict(buckets=Buckets(((32, 4),), (4,), 1, (4,)), decode_steps=1))
 
 
 @pytest.mark.parametrize("stop", ["B", "C", "E", "F", "G", "H", "DEF", "GH"])

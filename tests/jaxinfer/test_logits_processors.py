@@ -58,7 +58,9 @@ def test_declared_args_need_no_compile_after_warmup():
         strict=True,
         logits_processors=(push,),
         logits_processor_args={"strength": 4.5, "target": 9},
-        buckets=replace(BUCKETS, prefill=((TOKENS, ROWS),), decode=(ROWS,), variants=("greedy",)),
+        buckets=replace(
+            BUCKETS, prefill=((TOKENS, ROWS),), decode=(ROWS,), multi_step=(ROWS,), variants=("greedy",)
+        ),
     )
     engine.warmup()
     out = generate(engine, ([3], greedy_params(5)), ([3], greedy_params(5, extra_args={"strength": 0.0})))

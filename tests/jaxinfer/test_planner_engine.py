@@ -22,7 +22,7 @@ SPEC = KVCacheSpec(CONFIG.num_layers, CONFIG.num_kv_heads, CONFIG.head_dim, 32, 
 TOKEN = 2 * 2 * 2 * 16 * 4  # K and V, layers, heads, head_dim, float32
 MODEL = "smollm2-135m-instruct"
 MIB = 2**20
-BUCKETS = Buckets(prefill=((64, 16),), decode=(16,), decode_steps=1, max_multi_step_rows=16)
+BUCKETS = Buckets(prefill=((64, 16),), decode=(16,), decode_steps=1, multi_step=(16,))
 
 
 def allocated(llm, program):
@@ -90,7 +90,7 @@ def test_smollm2_is_as_large_as_planned(monkeypatch, tmp_path):
     )
     monkeypatch.setattr("platformdirs.user_cache_path", lambda name: tmp_path)
     plan = make_plan(MODEL, hardware="cpu", context=512, batch=4)
-    buckets = Buckets(prefill=((512, 4),), decode=(4,), decode_steps=1, max_multi_step_rows=4)
+    buckets = Buckets(prefill=((512, 4),), decode=(4,), decode_steps=1, multi_step=(4,))
     sizes = {"max_num_seqs": 4, "max_model_len": 512, "decode_steps": 1, "buckets": buckets}
     # The plan is of the matrices; codes of a file beside them are counted by the engine alone (test_few_rows.py).
     with LLM(MODEL, few_rows="full", background_compile=False, **sizes) as llm:

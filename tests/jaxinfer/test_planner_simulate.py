@@ -21,7 +21,7 @@ SETTING = Setting(tiny_shape(), hardware.load("h100"))
 def exact_buckets(rows):
     """Buckets without padding for one row, so that times can be worked out by hand."""
     return Buckets(
-        prefill=((16, 1), (rows * 16, rows)), decode=(1, rows), decode_steps=1, max_multi_step_rows=rows
+        prefill=((16, 1), (rows * 16, rows)), decode=(1, rows), decode_steps=1, multi_step=(1, rows)
     )
 
 
@@ -77,7 +77,7 @@ def test_several_iterations_in_one_program_take_as_long_as_one_by_one(bandwidth)
     ends = []
     for k in (1, 4):
         config = SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=16, max_model_len=64, decode_steps=k)
-        buckets = Buckets(prefill=((16, 1),), decode=(1,), decode_steps=k, max_multi_step_rows=1)
+        buckets = Buckets(prefill=((16, 1),), decode=(1,), decode_steps=k, multi_step=(1,))
         result = simulate([Arrival(0.0, 16, 9)], step_time, config, buckets, num_pages=20, page_size=4)
         assert result.num_steps == 1 + 8 // k
         ends.append(result.times[0].last_token)

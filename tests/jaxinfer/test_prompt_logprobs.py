@@ -188,7 +188,7 @@ def test_declared_score_programs_are_compiled_at_warmup():
         BUCKETS.prefill,
         BUCKETS.decode,
         BUCKETS.decode_steps,
-        BUCKETS.max_multi_step_rows,
+        BUCKETS.multi_step,
         prompt_logprobs=(20,),
     )
     engine = make_engine("planted", strict=True, buckets=buckets)
@@ -202,7 +202,7 @@ def test_declared_score_programs_are_compiled_at_warmup():
 
 def test_memory_grows_with_a_piece_of_the_prompt_not_with_all_of_it():
     """C44: with a large vocabulary, no program of a step holds logits of all its tokens."""
-    engine = make_engine("wide", budget=1024, buckets=Buckets(((1024, 4),), (4,), 1, 4))
+    engine = make_engine("wide", budget=1024, buckets=Buckets(((1024, 4),), (4,), 1, (4,)))
     vocab = engine.model_config.vocab_size
     generate(engine, ([5, 6, 7] * 50, scored(1, 1)), ([9] * 20, scored(0, 0)))
     wide = score_program(1024, 20)

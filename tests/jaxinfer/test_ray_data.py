@@ -20,7 +20,7 @@ OPTIONS = dict(
     decode_steps=1,
     num_pages=64,
     max_model_len=160,
-    buckets=Buckets(((16, 4),), decode=(4,), decode_steps=1, max_multi_step_rows=4),
+    buckets=Buckets(((16, 4),), decode=(4,), decode_steps=1, multi_step=(4,)),
 )
 DEFAULTS = SamplingParams(temperature=0, max_tokens=8)
 

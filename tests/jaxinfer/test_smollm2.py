@@ -24,7 +24,7 @@ def llm():
     if not fetch.is_here(MODEL):
         pytest.skip("run `jaxinfer fetch smollm2-135m-instruct` first")
     # Few programs: they take longer to compile than these prompts to run.
-    buckets = Buckets(prefill=((256, 32),), decode=(32,), decode_steps=1, max_multi_step_rows=1)
+    buckets = Buckets(prefill=((256, 32),), decode=(32,), decode_steps=1, multi_step=(1,))
     with LLM(
         MODEL, dtype="float32", max_model_len=512, max_num_seqs=32, max_num_batched_tokens=256, decode_steps=1,
         buckets=buckets, background_compile=False,
