@@ -1,9 +1,11 @@
 """Compiles the programs that no step has asked for yet, behind the steps that run."""
 
 import atexit
+import ctypes
 import logging
 import threading
 from collections.abc import Iterable
+from contextlib import suppress
 
 from jaxinfer.step import Program, Programs
 
@@ -34,6 +36,7 @@ class BackgroundCompiler:
                 self._programs.get(program, arguments)
             except Exception as error:  # the step that needs the program will raise it where it is seen
                 logger.warning("compiling %s behind the steps failed: %s", program, error)
+        give_back_memory()
 
     @property
     def under_way(self) -> bool:
@@ -48,3 +51,12 @@ class BackgroundCompiler:
         self.stop()
         self._thread.join()
         atexit.unregister(self.close)
+
+
+def give_back_memory() -> None:
+    """Gives what compilers have freed back to the system, where the C library is glibc.
+
+    It keeps freed memory for what this process asks for next; pages and weights never come from there.
+    """
+    with suppress(AttributeError, OSError, TypeError):  # other libraries have no such function, or no handle
+        ctypes.CDLL(None).malloc_trim(0)

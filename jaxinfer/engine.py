@@ -24,7 +24,7 @@ import numpy as np
 from jaxinfer import batch as batches
 from jaxinfer import kv_cache as kv
 from jaxinfer import logprobs, sampling
-from jaxinfer.background import BackgroundCompiler
+from jaxinfer.background import BackgroundCompiler, give_back_memory
 from jaxinfer.batch import StepBatch
 from jaxinfer.kv_cache import KVCache, KVCacheSpec
 from jaxinfer.logits_processors import ProcessorArgs
@@ -596,6 +596,7 @@ class Engine:
                 raise
         for function, arguments in helper_arguments(self._cache, self._rows).items():
             self.programs.helper(function, arguments)
+        give_back_memory()
         self.programs.warm = True
 
     def _declared_programs(self) -> list[Program]:

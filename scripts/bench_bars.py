@@ -217,7 +217,9 @@ def share(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def memory(args: argparse.Namespace) -> dict[str, Any]:
+    """Peak after warm-up and one call, with the pages that it wrote and with all of them; growth over small calls."""
     import jax
+    import jax.numpy as jnp
 
     with open_llm(
         args.model,
@@ -229,29 +231,32 @@ def memory(args: argparse.Namespace) -> dict[str, Any]:
         weights = sum(leaf.nbytes for leaf in jax.tree.leaves(llm.engine.weights))
         pool = llm.engine.spec.total_bytes
         llm.warmup(use_tqdm=False)
-        prompts = prompts_of(llm, [64] * args.rows)
-        llm.generate(prompts, greedy(16), use_tqdm=False)
-        peak, resident = _status("VmHWM"), _status("VmRSS")
-        after = []
+        warm = _status("VmRSS")
+        llm.generate(prompts_of(llm, [64] * args.rows), greedy(16), use_tqdm=False)
+        peak = _status("VmHWM")
+        # On a CPU pages become resident as they are written, so write them all.
+        zero = jax.jit(lambda cache: jax.tree.map(jnp.zeros_like, cache), donate_argnums=0, keep_unused=True)
+        llm.engine._cache = jax.block_until_ready(zero(llm.engine._cache))
+        prompts, after = prompts_of(llm, [8] * args.rows), []
         for _ in range(args.calls):
-            llm.generate(prompts, greedy(16), use_tqdm=False)
+            llm.generate(prompts, greedy(4), use_tqdm=False)
             gc.collect()
             after.append(_status("VmRSS"))
-        at_end = _status("VmHWM")  # pages become resident as they are written: by now all of them
+        full = _status("VmHWM")
     settled, limit = after[len(after) // 5 :], 1.25 * (weights + pool)
     return {
         "weights_mb": weights / 1e6,
         "pool_mb": pool / 1e6,
         "limit_mb": limit / 1e6,
+        "rss_after_warmup_mb": warm / 1e6,
         "peak_rss_mb": peak / 1e6,
-        "peak_rss_at_end_mb": at_end / 1e6,
-        "rss_after_warmup_mb": resident / 1e6,
+        "peak_rss_full_mb": full / 1e6,
         "peak_over_limit": peak / limit,
-        "peak_at_end_over_limit": at_end / limit,
+        "peak_full_over_limit": full / limit,
         "growth_kb_per_call": float(np.polyfit(range(len(settled)), settled, 1)[0]) / 1e3,
         "growth_mb": (settled[-1] - settled[0]) / 1e6,
         "calls": args.calls,
-        "bars": {"peak_over_limit": 1.0, "peak_at_end_over_limit": 1.0, "growth_mb": 0.0},
+        "bars": {"peak_over_limit": 1.0, "peak_full_over_limit": 1.0, "growth_mb": 0.0},
     }
 
 

@@ -1,5 +1,7 @@
 """Programs compiled behind the steps: once each, in time for whoever needs them, and never in the way of an exit."""
 
+import ctypes
+import os
 import subprocess
 import sys
 import threading
@@ -10,7 +12,7 @@ import jax
 import pytest
 from engines import BUCKETS, drain, generate, greedy_params, load, make_engine
 
-from jaxinfer.background import BackgroundCompiler
+from jaxinfer.background import BackgroundCompiler, give_back_memory
 from jaxinfer.engine import Engine
 from jaxinfer.request import SamplingParams
 from jaxinfer.step import Program, Programs
@@ -132,3 +134,22 @@ def test_a_short_script_ends_cleanly_while_a_program_is_compiled_behind_it():
         cwd=Path(__file__).parents[2],
     )
     assert (result.returncode, result.stdout) == (0, "2 True\n"), result.stderr
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="another C library")
+def test_freed_memory_goes_back_to_the_system():
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    blocks = [libc.malloc(64 << 10) for _ in range(1024)]
+    for block in blocks:
+        ctypes.memset(block, 1, 64 << 10)
+    for block in blocks[:-1]:  # the last one keeps the heap from shrinking by itself
+        libc.free(block)
+    before = resident()
+    give_back_memory()
+    assert before - resident() > 50 << 20
+    libc.free(blocks[-1])
