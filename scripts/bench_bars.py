@@ -237,9 +237,9 @@ def memory(args: argparse.Namespace) -> dict[str, Any]:
         # On a CPU pages become resident as they are written, so write them all.
         zero = jax.jit(lambda cache: jax.tree.map(jnp.zeros_like, cache), donate_argnums=0, keep_unused=True)
         llm.engine._cache = jax.block_until_ready(zero(llm.engine._cache))
-        prompts, after = prompts_of(llm, [8] * args.rows), []
+        prompts, after = prompts_of(llm, [2] * args.rows), []
         for _ in range(args.calls):
-            llm.generate(prompts, greedy(4), use_tqdm=False)
+            llm.generate(prompts, greedy(2), use_tqdm=False)
             gc.collect()
             after.append(_status("VmRSS"))
         full = _status("VmHWM")
