@@ -270,7 +270,7 @@ def purpose_keys(key: Array, positions: Array, purpose: int) -> Array:
     return jax.vmap(fold)(key, positions)
 
 
-@lru_cache(maxsize=1 << 16)
+@lru_cache(maxsize=1 << 12)  # of the rows that run; those that have ended are not kept
 def row_key(seed: int, sample_index: int) -> tuple[int, int]:
     """Threefry2x32 key: jax.random.fold_in(key of the seed, sample_index), without jax.
 
