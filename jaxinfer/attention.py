@@ -14,7 +14,7 @@ def append_and_attend(
     q: jax.Array,  # [T, N, H]
     k: jax.Array,  # [T, K, H]
     v: jax.Array,  # [T, K, H]
-    pages: jax.Array,  # [num_pages, K, page_size, 2H]
+    pages: jax.Array,  # of spec.page_shape
     scales: jax.Array | None,  # f32[num_pages, K, 2, page_size] for quantized pages
     batch: StepBatch,
     spec: KVCacheSpec,
@@ -48,8 +48,8 @@ def append_and_attend(
         sliding_window=sliding_window,
         soft_cap=soft_cap,
         sink_logits=sink_logits,
-        # A batch in tiles is one whose results do not depend on each other: LLM has checked that spec says xla.
-        implementation=spec.implementation if batch.tile is None else "xla_invariant",
+        # A batch in tiles is one whose results do not depend on each other: LLM has checked that spec says cpu.
+        implementation=spec.implementation if batch.tile is None else "cpu_invariant",
         compute_capability=spec.compute_capability,
     )
     return out.astype(q.dtype), pages, scales

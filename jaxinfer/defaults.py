@@ -17,6 +17,8 @@ DTYPES = {"cpu": "float32", "gpu": "bfloat16", "tpu": "bfloat16"}
 PAGE_SIZES = {"cpu": 64, "gpu": 64, "tpu": 128}
 # instruction set of a CPU -> form of the matrices for few rows, where it was measured (LOG.md, 2026-11-30)
 FEW_ROWS = {"avx2": "packed"}
+# instruction set of a CPU -> options of XLA's compiler for it, where that was measured (LOG.md, 2026-11-30)
+COMPILER_OPTIONS = {"avx512f": {"xla_cpu_prefer_vector_width": 512}}
 # On a CPU, when nothing else is said: this share of the available memory, and not more than so many bytes (pages
 # that nothing was written to take none yet).
 CPU_MEMORY_SHARE, CPU_POOL_BYTES = 0.25, 2 << 30
@@ -49,7 +51,7 @@ def implementation(name: str, device: Device, dtype: str, head_dim: int) -> Choi
 
     Raises ValueError for kernels of another accelerator; on a CPU all of them can be interpreted.
     """
-    foreign = {"tpu": ("gpu", "gpu_xla"), "gpu": ("tpu",)}.get(device.platform, ())
+    foreign = {"tpu": ("cpu", "gpu", "gpu_xla"), "gpu": ("cpu", "tpu")}.get(device.platform, ())
     if name in foreign:
         raise ValueError(
             f"implementation={name!r} has no kernels for {device.device_kind}, a {device.platform.upper()}: use "
@@ -58,7 +60,7 @@ def implementation(name: str, device: Device, dtype: str, head_dim: int) -> Choi
     if name != "auto":
         return Choice(name, "asked for by name")
     if device.platform == "cpu":
-        return Choice("xla", "the device is a CPU")
+        return Choice("cpu", "the device is a CPU")
     if device.platform == "tpu":
         if dtype == "float16":
             return Choice("xla", "the TPU kernels do not take float16")
@@ -92,6 +94,12 @@ def dtype(name: str, device: Device) -> str:
 def matmul_precision(name: str | None, dtype: str) -> str | None:
     """Precision of products: `name`, or such that float32 means float32 on every device."""
     return "highest" if name is None and dtype == "float32" else name
+
+
+def compiler_options(device: Device) -> dict[str, Any]:
+    """Options of XLA's compiler for the programs of an engine on `device`."""
+    features = cpu_features() if device.platform == "cpu" else frozenset()
+    return next((options for feature, options in COMPILER_OPTIONS.items() if feature in features), {})
 
 
 def few_rows(name: str, device: Device, plain: bool, has_blocks: bool) -> Choice:
@@ -136,9 +144,9 @@ def tile(batch_invariant: bool, device: Device, implementation: str, quantize: s
         raise ValueError(
             f"batch_invariant=True is not proven with quantize={quantize!r}: leave one of them out"
         )
-    if device.platform != "cpu" or implementation != "xla":
+    if device.platform != "cpu" or implementation != "cpu":
         raise ValueError(
-            "batch_invariant=True is proven on CPUs with implementation='xla' alone, not on "
+            "batch_invariant=True is proven on CPUs with implementation='cpu' alone, not on "
             f"{device.platform} with {implementation!r}: leave it out"
         )
     return TILE

@@ -59,6 +59,7 @@ class EngineConfig:
     buckets: Buckets
     logprobs_mode: LogprobsMode = "raw"
     matmul_precision: str | None = None
+    compiler_options: Mapping[str, Any] | None = None
     strict_compile: bool = False
     enable_prefix_caching: bool = True
     cache_salt: str = ""  # names the model: pages are shared only under the same salt
@@ -141,6 +142,7 @@ class Engine:
             logprobs_mode=config.logprobs_mode,
             logits_processors=config.logits_processors,
             matmul_precision=config.matmul_precision,
+            compiler_options=config.compiler_options,
             strict=config.strict_compile,
             saved=config.saved_programs,
         )

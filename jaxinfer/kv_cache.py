@@ -1,8 +1,9 @@
 """The paged KV cache: a preallocated pytree of pages, and the only code that knows their layout.
 
 A page holds `page_size` tokens of one layer: `[num_pages, K, page_size, 2H]`, K in lanes [0, H), V in
-[H, 2H). Page 0 is the null page: padding writes there and table tails point at it. A slot is
-`page * page_size + offset`. Which page belongs to whom is host bookkeeping (`page_allocator`).
+[H, 2H); for the CPU's kernels as `pallas_kernels.cpu_pages` says. Page 0 is the null page: padding writes there
+and table tails point at it. A slot is `page * page_size + offset`. Which page belongs to whom is host bookkeeping
+(`page_allocator`).
 """
 
 import math
@@ -19,6 +20,8 @@ from jax.experimental.buffer_callback import buffer_callback
 from jax.experimental.layout import Format, Layout
 from jax.sharding import Sharding, SingleDeviceSharding
 
+from pallas_kernels import cpu_pages
+
 NULL_PAGE = 0
 TPU_LANES = 128  # of a vector register
 
@@ -27,7 +30,8 @@ TPU_LANES = 128  # of a vector register
 class KVCacheSpec:
     """Everything static about a cache.
 
-    dtype: of the pages. implementation: which kernels write and read them (reference | xla | tpu | gpu | gpu_xla).
+    dtype: of the pages.
+    implementation: which kernels write and read them (reference | xla | cpu | tpu | gpu | gpu_xla).
     compute_capability: of the GPU that the programs are compiled for; only its kernels look at it.
     num_pages counts the null page.
     """
@@ -54,8 +58,10 @@ class KVCacheSpec:
             )
 
     @property
-    def page_shape(self) -> tuple[int, int, int, int]:
+    def page_shape(self) -> tuple[int, ...]:
         """Shape of one layer's pages."""
+        if self.implementation in cpu_pages.IMPLEMENTATIONS:
+            return cpu_pages.page_shape(self.num_pages, self.num_kv_heads, self.page_size, self.head_dim)
         return (self.num_pages, self.num_kv_heads, self.page_size, 2 * self.head_dim)
 
     @property
@@ -97,7 +103,7 @@ def ml_dtypes_itemsize(dtype: str) -> int:
 
 @struct.dataclass
 class KVCache:
-    """pages: per layer [num_pages, K, page_size, 2H]. scales: per layer f32[num_pages, K, 2, page_size]
+    """pages: per layer, of `spec.page_shape`. scales: per layer f32[num_pages, K, 2, page_size]
     for quantized pages, else None."""
 
     pages: tuple[jax.Array, ...]
@@ -154,18 +160,20 @@ def slot_mapping(page_table: Any, rows: Any, indices: Any, page_size: int) -> An
     return page_table[rows, indices // page_size] * page_size + indices % page_size
 
 
-def gather(pages: jax.Array, table_row: jax.Array, kv_len: int) -> tuple[jax.Array, jax.Array]:
+def gather(cache: KVCache, layer: int, table_row: jax.Array, kv_len: int) -> tuple[jax.Array, jax.Array]:
     """K and V of one row of one layer, for tests and research: two arrays [kv_len, K, H].
 
     Args:
-      pages: [num_pages, K, page_size, 2H].
+      layer: counted from 0.
       table_row: i32[P], the row's page table.
       kv_len: resident tokens, static.
     """
-    _, num_kv_heads, page_size, width = pages.shape
-    used = table_row[: pages_needed(kv_len, page_size)]
-    tokens = jnp.swapaxes(pages[used], 1, 2).reshape(-1, num_kv_heads, width)[:kv_len]
-    return tokens[..., : width // 2], tokens[..., width // 2 :]
+    used = table_row[: pages_needed(kv_len, cache.spec.page_size)]
+    pages = cache.pages[layer][used]
+    if cache.spec.implementation in cpu_pages.IMPLEMENTATIONS:
+        pages = cpu_pages.to_contract(pages, cache.spec.head_dim)
+    tokens = jnp.swapaxes(pages, 1, 2).reshape(-1, cache.spec.num_kv_heads, 2 * cache.spec.head_dim)[:kv_len]
+    return tokens[..., : cache.spec.head_dim], tokens[..., cache.spec.head_dim :]
 
 
 def copy_pages(cache: KVCache, source: jax.Array, target: jax.Array) -> KVCache:

@@ -68,7 +68,7 @@ class LLM:
       page_size: tokens per page.
       seed: of requests that name none: the i-th request of this LLM draws from hash64(seed, i).
       enable_prefix_caching: share the pages of equal prompt beginnings.
-      implementation: kernels that write and read pages: auto, reference, xla, tpu, gpu.
+      implementation: kernels that write and read pages: auto, reference, xla, cpu, tpu, gpu, gpu_xla.
       matmul_precision: of products in float32: None makes float32 mean float32 on every device.
       decode_steps: tokens per row that one decode program may draw before the host looks.
       batch_invariant: a request gets the same bits, ids and logprobs, whatever runs beside it, however its prompt is
@@ -241,6 +241,7 @@ class LLM:
                 buckets=buckets,
                 logprobs_mode=logprobs_mode,
                 matmul_precision=defaults.matmul_precision(matmul_precision, config.dtype),
+                compiler_options=defaults.compiler_options(device),
                 strict_compile=strict_compile,
                 background_compile=background_compile,
                 enable_prefix_caching=enable_prefix_caching,

@@ -77,7 +77,7 @@ def _sizes(module: ModuleType, config: Any, weights: Any, names: list[str]) -> l
     observed = jax.tree.unflatten(jax.tree.structure(weights), observed)
     steps = min(STEPS, config.max_position_embeddings)
     spec = kv.KVCacheSpec(
-        config.num_layers, config.num_kv_heads, config.head_dim, STEPS, ROWS + 1, config.dtype, "xla"
+        config.num_layers, config.num_kv_heads, config.head_dim, STEPS, ROWS + 1, config.dtype, "cpu"
     )
     cache = kv.init(spec)
     ids = np.random.default_rng(0).integers(0, config.vocab_size, ROWS)

@@ -11,7 +11,7 @@ whole prompt never exist at once.
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -398,12 +398,14 @@ class Programs:
         logprobs_mode: LogprobsMode = "raw",
         logits_processors: tuple[LogitsProcessor, ...] = (),
         matmul_precision: str | None = None,
+        compiler_options: Mapping[str, Any] | None = None,
         strict: bool = False,
         saved: SavedPrograms | None = None,
     ) -> None:
         self._model, self._config, self._saved = model, config, saved
         self._logprobs_mode, self._logits_processors = logprobs_mode, logits_processors
         self._precision, self._strict = matmul_precision, strict
+        self._compiler_options = dict(compiler_options or {})
         self._programs: dict[Program, Future[Callable[..., Any]]] = {}  # done, or under way on some thread
         self._helpers: dict[Callable, Callable[..., Any]] = {}
         self._lock = threading.Lock()
@@ -459,7 +461,8 @@ class Programs:
 
     def identity(self, program: Program, arguments: tuple) -> str:
         """A hash of all that `program` is compiled from, logits processors left out."""
-        options = self._model.__name__, self._config, program, self._precision, self._logprobs_mode
+        options: tuple = self._model.__name__, self._config, program, self._precision, self._logprobs_mode
+        options += (self._compiler_options,)
         return saved_programs.identity(*options, arguments)
 
     @property
@@ -473,7 +476,7 @@ class Programs:
     def _compile(self, name: str, jitted: Any, arguments: tuple) -> Callable[..., Any]:
         start = time.perf_counter()
         with jax.default_matmul_precision(self._precision or "default"):
-            compiled = jitted.lower(*arguments).compile()
+            compiled = jitted.lower(*arguments).compile(compiler_options=self._compiler_options)
         seconds = time.perf_counter() - start
         self.compile_seconds += seconds  # of all threads together
         logger.info("compiled %s in %.2f s", name, seconds)

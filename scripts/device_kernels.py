@@ -15,6 +15,7 @@ import numpy as np
 
 from jaxinfer import defaults
 from jaxinfer.planner.hardware import Hardware
+from pallas_kernels import cpu_pages
 
 Record = dict[str, Any]
 Emit = Callable[[Record], None]
@@ -103,6 +104,10 @@ def prepare(kernel: str, case: Any, implementation: str, device: jax.Device) -> 
         if kernel == "ragged_paged_attention":
             static["return_lse"] = True
         want = jax.jit(partial(function, **static, implementation="reference"))(**arrays)
+    if "kv_pages" in arrays:
+        arrays["kv_pages"] = cpu_pages.of_layout(arrays["kv_pages"], implementation)
+        if kernel == "kv_append":
+            want = (cpu_pages.of_layout(want[0], implementation), *want[1:])
     static |= of_device(function, device)
     arrays = jax.device_put(arrays, device)
     # What is compared is float32 arithmetic. The Pallas kernels ask for it themselves, dot by dot.

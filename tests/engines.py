@@ -68,7 +68,9 @@ def make_engine(
 ) -> Engine:
     """A fresh engine; engines of the same model and pool share their compiled programs."""
     model, config, weights = load(name)
-    spec = KVCacheSpec(config.num_layers, config.num_kv_heads, config.head_dim, PAGE_SIZE, num_pages)
+    spec = KVCacheSpec(
+        config.num_layers, config.num_kv_heads, config.head_dim, PAGE_SIZE, num_pages, implementation="cpu"
+    )
     engine = Engine(
         model,
         config,

@@ -52,6 +52,7 @@ class Build:
     quantize: str | None
     plan_problem: str | None  # why the engine would refuse these settings before it compiles anything
     matmul_precision: str | None
+    compiler_options: dict[str, Any]
 
     @property
     def llm_options(self) -> dict[str, Any]:
@@ -79,7 +80,12 @@ class Build:
 
     def compiler(self) -> Programs:
         """The engine's own way of compiling a program."""
-        return Programs(self.module, self.config, matmul_precision=self.matmul_precision)
+        return Programs(
+            self.module,
+            self.config,
+            matmul_precision=self.matmul_precision,
+            compiler_options=self.compiler_options,
+        )
 
     def state(self) -> tuple[Any, kv.KVCache, sampling.RowState]:
         """Shapes of weights, cache and row state."""
@@ -178,4 +184,5 @@ def build(model: str, options: Mapping[str, Any], device: AbsentDevice) -> Build
         quantize=o["quantize"],
         plan_problem=problem,
         matmul_precision=defaults.matmul_precision(o["matmul_precision"], config.dtype),
+        compiler_options=defaults.compiler_options(device),
     )

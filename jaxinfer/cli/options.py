@@ -147,7 +147,7 @@ ENGINE = [
     _engine("enable_prefix_caching", bool, True, "Whether equal beginnings share pages."),
     _engine(
         "implementation",
-        Literal["auto", "reference", "xla", "tpu", "gpu", "gpu_xla"],
+        Literal["auto", "reference", "xla", "cpu", "tpu", "gpu", "gpu_xla"],
         "auto",
         "The kernels on pages.",
     ),

@@ -20,7 +20,7 @@ def estimate(shape: ModelShape, *, num_tokens: int, num_rows: int, platform: str
 
     Either a layer's MLP (its input, gate and up) or its attention (q, k, v, and the output in float32) for all
     tokens, or the float32 logits with their copy for sampling, is the largest. XLA:CPU also copies the matrix
-    of a product into another layout, and attention gathers pages: two chunks of them at a time.
+    of a product into another layout, and attention copies pages, a chunk of them at a time.
 
     Args:
       num_tokens, num_rows: of the largest step.
@@ -37,7 +37,7 @@ def estimate(shape: ModelShape, *, num_tokens: int, num_rows: int, platform: str
     copied = 0
     if platform == "cpu":
         copied = max(leaf.nbytes for leaf in shape.leaves if leaf.group in ("projections", "mlp"))
-        attention += 2 * min(xla.CHUNK_TOKENS, xla.ROW_TOKENS * num_rows) * kv_heads * item
+        attention += min(xla.CHUNK_TOKENS, xla.ROW_TOKENS * num_rows) * kv_heads * item
     return stream + copied + max(mlp, attention, logits)
 
 

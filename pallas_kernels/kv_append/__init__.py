@@ -7,12 +7,14 @@ shapes.
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import cpu_pages
 from pallas_kernels.contract import check_array, load
 
 # implementation -> the module that holds a function `kv_append` of the signature below, less `implementation`
 IMPLEMENTATIONS = {
     "reference": "pallas_kernels.kv_append.reference",
     "xla": "pallas_kernels.kv_append.xla",
+    "cpu": "pallas_kernels.kv_append.cpu",  # into pages of the CPU layout
     "tpu": "pallas_kernels.kv_append.tpu",
     "gpu": "pallas_kernels.kv_append.gpu",
     "gpu_xla": "pallas_kernels.kv_append.gpu_xla",  # gpu where it has the combination, else xla
@@ -41,7 +43,8 @@ def kv_append(
 
     Args:
         k, v: [T, K, H], float32, bfloat16 or float16, both of one dtype; cast to the page's dtype.
-        kv_pages: [num_pages, K, page_size, 2H]; K in lanes [0, H), V in [H, 2H). Page 0 is the null page.
+        kv_pages: [num_pages, K, page_size, 2H]; K in lanes [0, H), V in [H, 2H); for cpu in the layout of
+            `cpu_pages`. Page 0 is the null page.
         kv_scales: f32[num_pages, K, 2, page_size] (K scale, V scale) with int8, int4 or float8_e4m3fn pages,
             else None.
         slot_mapping: i32[T] = page * page_size + offset. Padded tokens have slots in the null page, where
@@ -56,7 +59,7 @@ def kv_append(
         ValueError: a shape or dtype is outside this contract.
         NotImplementedError: the implementation does not have this combination, or is not part of this build.
     """
-    _validate(k, v, kv_pages, kv_scales, slot_mapping)
+    _validate(k, v, kv_pages, kv_scales, slot_mapping, implementation)
     options = {"compute_capability": compute_capability} if implementation in ("gpu", "gpu_xla") else {}
     return load("kv_append", IMPLEMENTATIONS, implementation)(
         k, v, kv_pages, kv_scales, slot_mapping, **options
@@ -64,22 +67,20 @@ def kv_append(
 
 
 def _validate(
-    k: jax.Array, v: jax.Array, kv_pages: jax.Array, kv_scales: jax.Array | None, slot_mapping: jax.Array
+    k: jax.Array,
+    v: jax.Array,
+    kv_pages: jax.Array,
+    kv_scales: jax.Array | None,
+    slot_mapping: jax.Array,
+    implementation: str,
 ) -> None:
     if k.ndim != 3 or k.dtype not in FLOAT_DTYPES:
         raise ValueError(
             f"k is {k.dtype}{list(k.shape)} but must be [T, K, H] in float32, bfloat16 or float16"
         )
     check_array("v", v, k.shape, k.dtype)
-    if kv_pages.ndim != 4:
-        raise ValueError(f"kv_pages is {list(kv_pages.shape)} but must be [num_pages, K, page_size, 2H]")
     num_tokens, num_kv_heads, head_dim = k.shape
-    num_pages, _, page_size, _ = kv_pages.shape
-    if kv_pages.shape != (num_pages, num_kv_heads, page_size, 2 * head_dim):
-        raise ValueError(
-            f"kv_pages is {list(kv_pages.shape)} but k of {list(k.shape)} needs "
-            f"[num_pages, {num_kv_heads}, page_size, {2 * head_dim}]"
-        )
+    num_pages, _, page_size = cpu_pages.check_shape(kv_pages, implementation, num_kv_heads, head_dim)
     if kv_pages.dtype.name in QUANTIZED_MAX:
         if kv_scales is None:
             raise ValueError(

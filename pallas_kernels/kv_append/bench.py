@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import timing
+from pallas_kernels import cpu_pages, timing
 from pallas_kernels.kv_append import QUANTIZED_MAX, kv_append
 from pallas_kernels.kv_append.cases import Case, make_inputs
 
@@ -55,7 +55,7 @@ def seconds_per_call(case: Case, implementation: str, bound_s: float, **options:
         NotImplementedError: the implementation does not have this case.
     """
     inputs = make_inputs(case, seed=0)
-    pool = (inputs.pop("kv_pages"), inputs.pop("kv_scales"))
+    pool = (cpu_pages.of_layout(inputs.pop("kv_pages"), implementation), inputs.pop("kv_scales"))
 
     def append(pool: tuple[Any, Any], arrays: dict[str, Any]) -> Any:
         return kv_append(
@@ -69,7 +69,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--implementation", default="xla")
+    parser.add_argument("--implementation", default="cpu")
     parser.add_argument("--page-size", type=int, default=64)
     parser.add_argument("--gb-per-s", type=float, default=20.0, help="memory limit of the device")
     args = parser.parse_args()

@@ -18,6 +18,22 @@ def quantize(x: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
     return qvalue.astype(dtype), amax / top
 
 
+def cast(
+    k: jax.Array,  # [T, K, H]
+    v: jax.Array,
+    dtype: jnp.dtype,  # of the pages
+    kv_scales: jax.Array | None,  # f32[num_pages, K, 2, page_size]
+    pages: jax.Array,  # i32[T]
+    offsets: jax.Array,  # i32[T]
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """K and V as the pages take them, and the scales with theirs."""
+    if kv_scales is None:
+        return k.astype(dtype), v.astype(dtype), None
+    k, k_scales = quantize(k, dtype)  # [T, K, H], f32[T, K]
+    v, v_scales = quantize(v, dtype)
+    return k, v, kv_scales.at[pages, :, :, offsets].set(jnp.stack([k_scales, v_scales], axis=-1))
+
+
 def kv_append(
     k: jax.Array,  # [T, K, H]
     v: jax.Array,  # [T, K, H]
@@ -27,11 +43,5 @@ def kv_append(
 ) -> tuple[jax.Array, jax.Array | None]:
     """See the package's docstring."""
     pages, offsets = jnp.divmod(slot_mapping, kv_pages.shape[2])  # i32[T] each
-    if kv_scales is None:
-        kv = jnp.concatenate([k, v], axis=-1).astype(kv_pages.dtype)  # [T, K, 2H]
-    else:
-        k, k_scales = quantize(k, kv_pages.dtype)  # [T, K, H], f32[T, K]
-        v, v_scales = quantize(v, kv_pages.dtype)
-        kv = jnp.concatenate([k, v], axis=-1)
-        kv_scales = kv_scales.at[pages, :, :, offsets].set(jnp.stack([k_scales, v_scales], axis=-1))
-    return kv_pages.at[pages, :, offsets].set(kv), kv_scales
+    k, v, kv_scales = cast(k, v, kv_pages.dtype, kv_scales, pages, offsets)
+    return kv_pages.at[pages, :, offsets].set(jnp.concatenate([k, v], axis=-1)), kv_scales

@@ -10,15 +10,17 @@ sinks gpt-oss, soft_cap Gemma 2. `cases.py` has the named shapes that every impl
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import cpu_pages
 from pallas_kernels.contract import check_array, load
 
 # implementation -> the module that holds a function `ragged_paged_attention` of the signature below, less
 # `implementation`. Imported on first use, so that a CPU run never loads an accelerator's Pallas lowering.
 IMPLEMENTATIONS = {
     "reference": "pallas_kernels.ragged_paged_attention.reference",  # plain, dense, float32: the truth
-    "xla": "pallas_kernels.ragged_paged_attention.xla",  # the production path on CPU
+    "xla": "pallas_kernels.ragged_paged_attention.xla",  # plain XLA, for every device
+    "cpu": "pallas_kernels.ragged_paged_attention.xla",  # the same over pages of the CPU layout: production on CPU
     # CPU, for batch_invariant=True: no bit of a token's result depends on what else is in the batch
-    "xla_invariant": "pallas_kernels.ragged_paged_attention.xla_invariant",
+    "cpu_invariant": "pallas_kernels.ragged_paged_attention.cpu_invariant",
     "tpu": "pallas_kernels.ragged_paged_attention.tpu",  # Pallas Mosaic TPU
     "gpu": "pallas_kernels.ragged_paged_attention.gpu",  # Pallas Mosaic GPU
     # calls that the decode kernel of gpu takes whole by gpu, every other call by xla
@@ -54,8 +56,9 @@ def ragged_paged_attention(
 
     Args:
         q: [T, N, H], float32, bfloat16 or float16.
-        kv_pages: [num_pages, K, page_size, 2H]; K in lanes [0, H), V in [H, 2H). Page 0 is the null page. q's
-            dtype or another float dtype, or int8, int4, float8_e4m3fn (then value = scale * qvalue).
+        kv_pages: [num_pages, K, page_size, 2H]; K in lanes [0, H), V in [H, 2H); for cpu and cpu_invariant in the
+            layout of `cpu_pages`. Page 0 is the null page. q's dtype or another float dtype, or int8, int4,
+            float8_e4m3fn (then value = scale * qvalue).
         kv_scales: f32[num_pages, K, 2, page_size] (K scale, V scale) with quantized pages, else None.
         page_table: i32[B, P]; position p of row b lies in page page_table[b, p // page_size]. Tails are 0,
             and entries of pages that lie wholly behind the sliding window may be.
@@ -84,7 +87,7 @@ def ragged_paged_attention(
         ValueError: a shape, dtype or option is outside this contract.
         NotImplementedError: the implementation does not have this combination, or is not part of this build.
     """
-    _validate(q, kv_pages, kv_scales, page_table, kv_lens, cu_q_lens, distribution)
+    _validate(q, kv_pages, kv_scales, page_table, kv_lens, cu_q_lens, distribution, implementation)
     _validate_options(q, sm_scale, max_q_len, sliding_window, soft_cap, sink_logits)
     options = {"compute_capability": compute_capability} if implementation in ("gpu", "gpu_xla") else {}
     return load("ragged_paged_attention", IMPLEMENTATIONS, implementation)(
@@ -113,19 +116,14 @@ def _validate(
     kv_lens: jax.Array,
     cu_q_lens: jax.Array,
     distribution: jax.Array,
+    implementation: str,
 ) -> None:
     if q.ndim != 3 or q.dtype not in FLOAT_DTYPES:
         raise ValueError(
             f"q is {q.dtype}{list(q.shape)} but must be [T, N, H] in float32, bfloat16 or float16"
         )
-    if kv_pages.ndim != 4:
-        raise ValueError(f"kv_pages is {list(kv_pages.shape)} but must be [num_pages, K, page_size, 2H]")
-    num_pages, num_kv_heads, page_size, lanes = kv_pages.shape
     _, num_q_heads, head_dim = q.shape
-    if lanes != 2 * head_dim:
-        raise ValueError(
-            f"kv_pages has {lanes} lanes but q has head_dim {head_dim}: lanes must be 2 * head_dim"
-        )
+    num_pages, num_kv_heads, page_size = cpu_pages.check_shape(kv_pages, implementation, None, head_dim)
     if num_q_heads % num_kv_heads:
         raise ValueError(f"{num_q_heads} query heads are no multiple of {num_kv_heads} kv heads")
     if kv_pages.dtype in QUANTIZED_DTYPES:

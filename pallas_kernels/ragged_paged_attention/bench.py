@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import timing
+from pallas_kernels import cpu_pages, timing
 from pallas_kernels.ragged_paged_attention import QUANTIZED_DTYPES, distance, ragged_paged_attention
 from pallas_kernels.ragged_paged_attention.cases import Case, make_inputs
 
@@ -121,6 +121,7 @@ def seconds_per_call(case: Case, implementation: str, bound_s: float, **options:
         NotImplementedError: the implementation does not have this case.
     """
     inputs = chip_inputs(case, seed=0)
+    inputs["kv_pages"] = cpu_pages.of_layout(inputs["kv_pages"], implementation)
     static = {name: inputs.pop(name) for name in STATIC if name in inputs}
 
     def attend(q: jax.Array, arrays: dict[str, Any]) -> Any:
@@ -153,7 +154,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--implementation", default="xla")
+    parser.add_argument("--implementation", default="cpu")
     parser.add_argument(
         "--pages", default="float32:16,float32:32,float32:64,float32:128,bfloat16:16,bfloat16:64"
     )
@@ -185,6 +186,9 @@ def main() -> None:
             dtype, page_size = pages.split(":")
             case = Case(workload, 9, 3, 64, int(page_size), q_lens, kv_lens, dtype=dtype, kv_dtype=dtype)
             variants[pages] = make_inputs(case, args.seed)
+            variants[pages]["kv_pages"] = cpu_pages.of_layout(
+                variants[pages]["kv_pages"], args.implementation
+            )
             columns = args.max_model_len // case.page_size - variants[pages]["page_table"].shape[1]
             variants[pages]["page_table"] = jnp.pad(
                 variants[pages]["page_table"], ((0, 0), (0, max(0, columns)))

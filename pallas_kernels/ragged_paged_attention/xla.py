@@ -1,39 +1,44 @@
-"""The production path on CPU, in plain XLA: work in proportion to the resident tokens, by pages and blocks of pages.
+"""The path of all devices, and the production path on CPU, in plain XLA: work in proportion to the resident tokens, by
+pages and blocks of pages, of either page layout (`cpu_pages`).
 
 Decode rows: the pages of all rows stand in one list, which is worked off CHUNK_TOKENS at a time, whichever rows they
 belong to; what a row has summed so far is one entry of the loop's state (split along the keys as in Flash-Decoding,
 crfm.stanford.edu/2023/10/12/flashdecoding.html). Rows with more query tokens are cut into tiles of queries, each of
 which walks its row's blocks up to the diagonal. Both keep an online softmax (FlashAttention, arXiv:2205.14135) in loops
-whose trip counts are read from kv_lens. XLA:CPU runs one loop on one thread, and two at the same time: so there are
-two of each.
-Of bfloat16 queries and pages the products are bfloat16 with float32 sums, of all else float32.
+whose trip counts are read from kv_lens.
+Of bfloat16 queries and pages the products of tiles are bfloat16 with float32 sums, all else is float32.
 What is derived from page_table, kv_lens and cu_q_lens alone is the same expression in every layer: XLA computes it
 once per program.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import cpu_pages
+
 CHUNK_TOKENS = 4096  # kv tokens of one turn of the decode loop, with many rows
 ROW_TOKENS = 256  # of these at most per decode row
-FEW_ROWS = 8  # decode rows up to which one loop is faster than two and their sum
 BLOCK_TOKENS = 128  # kv tokens of one block of the walk (one page, if a page is longer)
-FEW_QUERIES = 16  # up to so many per kv head, XLA:CPU multiplies keys by queries 2x faster than the other way
 TILE_QUERIES = 64  # query tokens of one prefill tile
+CPU_BLOCK_TOKENS, CPU_TILE_QUERIES = 64, 32  # likewise with pages of the CPU layout
+FEW_QUERIES = 4  # per kv head, up to which decode rows take sums of vectors: then a matrix product is as fast
+TERMS, SUMS = 16, 3  # of a sum of vectors: terms that are written out, sums that share what they read
+MORE_AXES = (1, 1, 1, 1, 1)  # nine axes in all: see `quantized_matmul.few_rows`
 MASKED = -1e30  # a score that weighs nothing; finite, since -inf - -inf is NaN
 # The peak before any score: so far over MASKED that exp(MASKED - peak) is 0 also where nothing is visible yet.
 NO_PEAK = MASKED / 2
 
-Block = tuple[
-    jax.Array, jax.Array, jax.Array
-]  # k [W, K, C, Hk], v [W, K, C, Hv], visible bool[W, 1, M or 1, C]
+# k [W, K, H, C], v [W, K, C, H], both scales f32[W, K, 2, C] or None, live bool[W, C], visible bool[W, 1, M or 1, C]
+Block = tuple[jax.Array, jax.Array, jax.Array | None, jax.Array, jax.Array]
 
 
 def ragged_paged_attention(
     q: jax.Array,  # [T, N, H]
-    kv_pages: jax.Array,  # [num_pages, K, page_size, 2H]
+    kv_pages: jax.Array,  # [num_pages, K, page_size, 2H], or the CPU layout
     kv_scales: jax.Array | None,  # f32[num_pages, K, 2, page_size]
     page_table: jax.Array,  # i32[B, P]
     kv_lens: jax.Array,  # i32[B]
@@ -49,7 +54,7 @@ def ragged_paged_attention(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """See the package's docstring."""
     num_tokens, num_q_heads, head_dim = q.shape
-    num_kv_heads = kv_pages.shape[1]
+    num_kv_heads = cpu_pages.num_kv_heads(kv_pages)
     dtype = jnp.bfloat16 if q.dtype == kv_pages.dtype == jnp.bfloat16 else jnp.float32
     queries = q.astype(dtype).reshape(num_tokens, num_kv_heads, -1, head_dim)  # [T, K, G, H]
     sinks = None if sink_logits is None else sink_logits.reshape(num_kv_heads, -1)  # f32[K, G]
@@ -97,41 +102,68 @@ def pad_columns(page_table: jax.Array, block_pages: int) -> jax.Array:
     return jnp.pad(page_table, ((0, 0), (0, -page_table.shape[1] % block_pages)))
 
 
-def gather_block(
-    kv_pages: jax.Array,  # [num_pages, K, page_size, 2H]
+def read_block(
+    kv_pages: jax.Array,
     kv_scales: jax.Array | None,
     page_ids: jax.Array,  # i32[W, pages of a block]
     live: jax.Array,  # bool[W, C]
-    dtype: jax.typing.DTypeLike = jnp.float32,
-) -> jax.Array:  # dtype[W, K, C, 2H]
-    """One copy: gathers, widens and scales a block of pages, zeros where not live (0 x NaN is NaN)."""
-    num_pages, num_kv_heads, page_size, lanes = kv_pages.shape
-    width, block_pages = page_ids.shape
-    # pages of each head apart, so that the gather itself brings the head before the page and nothing is transposed
-    ids = (
-        page_ids[:, None, :] * num_kv_heads + jnp.arange(num_kv_heads)[:, None]
-    )  # i32[W, K, pages of a block]
-    pool = kv_pages.reshape(num_pages * num_kv_heads, page_size, lanes)
-    kv = pool.at[ids].get(mode="promise_in_bounds").astype(dtype)  # [W, K, block_pages, page_size, 2H]
-    if kv_scales is not None:
-        scales = kv_scales.reshape(num_pages * num_kv_heads, 2, page_size)
-        scales = scales.at[ids].get(mode="promise_in_bounds")  # f32[W, K, block_pages, 2, page_size]
-        is_k = jnp.arange(lanes) < lanes // 2
-        kv = kv * jnp.where(is_k, scales[:, :, :, 0, :, None], scales[:, :, :, 1, :, None])
-    kv = jnp.where(live.reshape(width, 1, block_pages, page_size, 1), kv, 0)
-    return kv.reshape(width, num_kv_heads, block_pages * page_size, lanes)
+    head_dim: int,
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """k, v and scales of a `Block`, V and scales zero where not live (0 x NaN is NaN; scores there are masked)."""
+    k, v = cpu_pages.read(kv_pages, page_ids, head_dim)
+    if kv_scales is None:
+        return k, v, None
+    scales = (
+        kv_scales.at[page_ids].get(mode="promise_in_bounds").transpose(0, 2, 3, 1, 4)
+    )  # [W, K, 2, P, page_size]
+    return k, v, jnp.where(live[:, None, None], scales.reshape(*scales.shape[:3], -1), 0.0)
+
+
+def product(x: jax.Array, y: jax.Array, live: jax.Array | None, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """[W, K, M, D] times [W, K, D, F] in `dtype`, with float32 sums: f32[W, K, M, F].
+
+    live: bool[W, D], rows of y that are not count as zeros, NaN included; None: all are.
+    """
+    if live is not None:
+        y = jnp.where(live[:, None, :, None], y, 0)
+    return jnp.einsum("wkmd,wkdf->wkmf", x.astype(dtype), y.astype(dtype), preferred_element_type=jnp.float32)
+
+
+def sums_of_vectors(x: jax.Array, y: jax.Array, live: jax.Array | None) -> jax.Array:
+    """`product` in float32 for few queries on a CPU: F stays fastest, and LLVM makes vector instructions of it."""
+    width, num_heads, count, depth = x.shape
+    num_terms = math.gcd(depth, TERMS)
+    num_parts = depth // num_terms
+    barrier = jax.lax.optimization_barrier
+    x = x.astype(jnp.float32).reshape(width * num_heads, count, *MORE_AXES, num_parts, num_terms, 1)
+    x = barrier(x)
+    y = y.reshape(width * num_heads, *MORE_AXES, num_parts, num_terms, -1).astype(jnp.float32)
+    if live is not None:
+        live = barrier(jnp.repeat(live, num_heads, axis=0))
+        y = jnp.where(live.reshape(width * num_heads, *MORE_AXES, num_parts, num_terms, 1), y, 0.0)
+    sums: list[jax.Array] = []
+    for first in range(0, count, SUMS):
+        terms = [x[:, i] * y for i in range(first, min(first + SUMS, count))]
+        zeros = [jnp.float32(0)] * len(terms)
+        sums += jax.lax.reduce(terms, zeros, _add_each, (y.ndim - 2,))
+    # A second pass over few numbers; in one expression with the first, LLVM would not vectorize either.
+    parts = [x.reshape(width, num_heads, num_parts, -1) for x in barrier(sums)]
+    return jnp.stack([sum(x[:, :, i] for i in range(num_parts)) for x in parts], axis=2)
+
+
+def _add_each(left: Sequence[jax.Array], right: Sequence[jax.Array]) -> list[jax.Array]:
+    return [a + b for a, b in zip(left, right, strict=True)]
 
 
 def walk(
-    q: jax.Array,  # [W, K, M, Hk]: M queries per kv head, of the dtype of the blocks
+    q: jax.Array,  # [W, K, M, H]: M queries per kv head, of the dtype of products
     sinks: jax.Array | None,  # f32[K, M]
-    read_block: Callable[[jax.Array], Block],
+    block_of: Callable[[jax.Array], Block],
     first: jax.Array | int,
     last: jax.Array,
-    head_dim: int,  # Hv
     sm_scale: float,
     soft_cap: float | None,
-) -> tuple[jax.Array, jax.Array]:  # f32[W, K, M, Hv], f32[W, K, M]
+) -> tuple[jax.Array, jax.Array]:  # f32[W, K, M, H], f32[W, K, M]
     """Online softmax over the blocks [first, last)."""
     if sinks is None:
         peak = jnp.full(q.shape[:3], NO_PEAK)
@@ -142,21 +174,22 @@ def walk(
 
     def step(block: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         peak, total, acc = state
-        k, v, visible = read_block(block)
-        if q.shape[2] <= FEW_QUERIES:
-            scores = jnp.einsum("wkch,wkmh->wkcm", k, q, preferred_element_type=jnp.float32).swapaxes(2, 3)
-        else:
-            scores = jnp.einsum("wkmh,wkch->wkmc", q, k, preferred_element_type=jnp.float32)
+        k, v, scales, live, visible = block_of(block)
+        scores = _scaled(product(q, k, None, q.dtype), scales, 0)
         scores = _masked(scores, visible, sm_scale, soft_cap)
         new_peak = jnp.maximum(peak, scores.max(axis=-1))
         decay = jnp.exp(peak - new_peak)
         weights = jnp.exp(scores - new_peak[..., None])
-        new = jnp.einsum("wkmc,wkch->wkmh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+        new = product(_scaled(weights, scales, 1), v, live, q.dtype)
         return new_peak, total * decay + weights.sum(axis=-1), acc * decay[..., None] + new
 
-    state = (peak, total, jnp.zeros((*q.shape[:3], head_dim)))
-    peak, total, acc = jax.lax.fori_loop(first, last, step, state)
+    peak, total, acc = jax.lax.fori_loop(first, last, step, (peak, total, jnp.zeros(q.shape)))
     return _finished(peak, total, acc)
+
+
+def _scaled(x: jax.Array, scales: jax.Array | None, of: int) -> jax.Array:
+    """x f32[W, K, M, C] times the scales of K (of = 0) or V (1): cheaper than to scale the block itself."""
+    return x if scales is None else x * scales[:, :, of, None]
 
 
 def _masked(scores: jax.Array, visible: jax.Array, sm_scale: float, soft_cap: float | None) -> jax.Array:
@@ -183,10 +216,12 @@ def _decode(
     sinks: jax.Array | None,  # f32[K, G]
 ) -> tuple[jax.Array, jax.Array]:  # f32[B, K, G, H], f32[B, K, G]; zeros and -inf where kv_lens is 0
     num_rows, num_kv_heads, group_size, head_dim = q.shape
-    page_size, most = kv_pages.shape[2], page_table.shape[1]
+    page_size, most = cpu_pages.page_size(kv_pages, head_dim), page_table.shape[1]
     chunk_tokens = min(CHUNK_TOKENS, ROW_TOKENS * num_rows, num_rows * most * page_size)
     width = max(1, chunk_tokens // page_size)  # pages of a turn, W
-    num_loops = 2 if num_rows > FEW_ROWS else 1
+    multiply: Callable[..., jax.Array] = partial(product, dtype=q.dtype)
+    if cpu_pages.is_cpu_layout(kv_pages) and group_size <= FEW_QUERIES:
+        multiply = sums_of_vectors
 
     # The list of pages: row after row, each from the first page that its window sees.
     starts = jnp.zeros_like(kv_lens)
@@ -202,54 +237,35 @@ def _decode(
     # what is live in a page: positions [low, high) of it
     low = starts[known] - columns * page_size
     high = jnp.where(rows < num_rows, kv_lens[known] - columns * page_size, 0)
-
-    # K and V lanes stay together: q's zeros meet V, and the K lanes of the result are cut off. Twice the
-    # multiplications, but no copy of K and of V.
-    q = jnp.pad(q, ((0, 0), (0, 0), (0, 0), (0, head_dim)))
+    of_items = rows, page_ids, low, high
 
     def attend_chunk(chunk: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        def of_chunk(x: jax.Array) -> jax.Array:
-            return jax.lax.dynamic_slice_in_dim(x, chunk * width, width)
-
         peak, total, acc = state
-        row, slots = of_chunk(rows), jnp.arange(page_size)
-        live = (slots >= of_chunk(low)[:, None]) & (slots < of_chunk(high)[:, None])  # bool[W, page_size]
-        kv = gather_block(kv_pages, kv_scales, of_chunk(page_ids)[:, None], live, q.dtype)
-        chunk_q = q.at[row].get(mode="clip")
-        scores = jnp.einsum("wkgh,wkch->wkgc", chunk_q, kv, preferred_element_type=jnp.float32)
+        slices = [jax.lax.dynamic_slice_in_dim(x, chunk * width, width) for x in of_items]
+        row, ids, low, high = jax.lax.optimization_barrier(
+            slices
+        )  # else each element that is read slices anew
+        slots = jnp.arange(page_size)
+        live = (slots >= low[:, None]) & (slots < high[:, None])  # bool[W, page_size]
+        k, v, scales = read_block(kv_pages, kv_scales, ids[:, None], live, head_dim)
+        scores = _scaled(multiply(q.at[row].get(mode="clip"), k, None), scales, 0)
         scores = _masked(scores, live[:, None, None, :], sm_scale, soft_cap)
         # Pages past the end of the list belong to no row: what they would add is dropped.
         new_peak = peak.at[row].max(scores.max(axis=-1), mode="drop")
         decay = jnp.exp(peak - new_peak)
         weights = jnp.exp(scores - new_peak.at[row].get(mode="clip")[..., None])
-        new = jnp.einsum("wkgc,wkch->wkgh", weights.astype(q.dtype), kv, preferred_element_type=jnp.float32)
+        new = multiply(_scaled(weights, scales, 1), v, live)
         total = (total * decay).at[row].add(weights.sum(axis=-1), mode="drop")
-        acc = (acc * decay[..., None]).at[row].add(new[..., head_dim:], mode="drop")
+        acc = (acc * decay[..., None]).at[row].add(new, mode="drop")
         return new_peak, total, acc
 
     shape = (num_rows, num_kv_heads, group_size)
+    peak, total = jnp.full(shape, NO_PEAK), jnp.zeros(shape)
+    if sinks is not None:
+        peak, total = jnp.broadcast_to(sinks, shape), jnp.ones(shape)
     num_chunks = (ends[-1] + width - 1) // width
-
-    def attend_every_other(first: int) -> tuple[jax.Array, ...]:
-        peak, total = jnp.full(shape, NO_PEAK), jnp.zeros(shape)
-        if sinks is not None and first == 0:
-            peak, total = jnp.broadcast_to(sinks, shape), jnp.ones(shape)
-        return jax.lax.fori_loop(
-            0,
-            (num_chunks + num_loops - 1 - first) // num_loops,
-            lambda i, state: attend_chunk(num_loops * i + first, state),
-            (peak, total, jnp.zeros((*shape, head_dim))),
-        )
-
-    peak, total, acc = attend_every_other(0)
-    if num_loops == 2:
-        other_peak, other_total, other_acc = attend_every_other(1)
-        both = jnp.maximum(peak, other_peak)
-        decay, other_decay = jnp.exp(peak - both), jnp.exp(other_peak - both)
-        total = total * decay + other_total * other_decay
-        acc = acc * decay[..., None] + other_acc * other_decay[..., None]
-        peak = both
-    out, lse = _finished(peak, total, acc)
+    state = (peak, total, jnp.zeros((*shape, head_dim)))
+    out, lse = _finished(*jax.lax.fori_loop(0, num_chunks, attend_chunk, state))
     is_live = (kv_lens > 0)[:, None, None]
     return jnp.where(is_live[..., None], out, 0.0), jnp.where(is_live, lse, -jnp.inf)
 
@@ -271,14 +287,15 @@ def _prefill(
     sliding_window: int | None,
     soft_cap: float | None,
     sinks: jax.Array | None,
-) -> tuple[jax.Array, jax.Array]:  # f32[T, K, G, H], f32[T, K, G]; zeros and -inf elsewhere
+) -> tuple[jax.Array, jax.Array]:  # [T, K, G, H] in q's dtype, f32[T, K, G]; zeros and -inf elsewhere
     """The results of rows [decode_end, num_seqs), one tile of queries of one row at a time."""
     num_tokens, num_kv_heads, group_size, head_dim = q.shape
-    num_rows, page_size = page_table.shape[0], kv_pages.shape[2]
-    block_pages = max(1, BLOCK_TOKENS // page_size)
+    num_rows, page_size = page_table.shape[0], cpu_pages.page_size(kv_pages, head_dim)
+    on_cpu = cpu_pages.is_cpu_layout(kv_pages)
+    block_pages = max(1, (CPU_BLOCK_TOKENS if on_cpu else BLOCK_TOKENS) // page_size)
     block = block_pages * page_size  # C
     page_table = pad_columns(page_table, block_pages)
-    tile = min(TILE_QUERIES, max_q_len)
+    tile = min(CPU_TILE_QUERIES if on_cpu else TILE_QUERIES, max_q_len)
     row_ids = jnp.arange(num_rows)
     is_prefill = (row_ids >= distribution[0]) & (row_ids < distribution[2]) & (kv_lens > 0)
     q_lens = jnp.where(is_prefill, cu_q_lens[1:] - cu_q_lens[:-1], 0)  # i32[B]
@@ -295,7 +312,7 @@ def _prefill(
         positions = kv_len - q_len + offset + jnp.arange(tile)  # i32[tile]
         kv_end = jnp.minimum(positions[-1] + 1, kv_len)
 
-        def read_block(j: jax.Array) -> Block:
+        def block_of(j: jax.Array) -> Block:
             kv_positions = j * block + jnp.arange(block)  # i32[C]
             live = kv_positions < kv_end
             visible = kv_positions <= positions[:, None]  # bool[tile, C]
@@ -304,8 +321,8 @@ def _prefill(
                 visible &= kv_positions > positions[:, None] - sliding_window
             visible &= live
             page_ids = jax.lax.dynamic_slice(page_table, (row, j * block_pages), (1, block_pages))
-            kv = gather_block(kv_pages, kv_scales, page_ids, live[None], q.dtype)
-            return kv[..., :head_dim], kv[..., head_dim:], jnp.tile(visible, (group_size, 1))[None, None]
+            kv = read_block(kv_pages, kv_scales, page_ids, live[None], head_dim)
+            return *kv, live[None], jnp.tile(visible, (group_size, 1))[None, None]
 
         first: jax.Array | int = 0
         if sliding_window is not None:
@@ -313,27 +330,18 @@ def _prefill(
         tile_q = jax.lax.dynamic_slice_in_dim(q, start, tile)  # [tile, K, G, H]
         tile_q = tile_q.transpose(1, 2, 0, 3).reshape(1, num_kv_heads, group_size * tile, head_dim)
         last = (kv_end + block - 1) // block
-        new, new_lse = walk(tile_q, sinks, read_block, first, last, head_dim, sm_scale, soft_cap)
+        new, new_lse = walk(tile_q, sinks, block_of, first, last, sm_scale, soft_cap)
         new = new.reshape(num_kv_heads, group_size, tile, head_dim).transpose(2, 0, 1, 3)
         new_lse = new_lse.reshape(num_kv_heads, group_size, tile).transpose(2, 0, 1)
         mine = (offset + jnp.arange(tile) < q_len)[:, None, None]  # the rest belongs to the next row
         out, lse = state
-        new = jnp.where(mine[..., None], new, jax.lax.dynamic_slice_in_dim(out, start, tile))
+        new = jnp.where(mine[..., None], new.astype(q.dtype), jax.lax.dynamic_slice_in_dim(out, start, tile))
         new_lse = jnp.where(mine, new_lse, jax.lax.dynamic_slice_in_dim(lse, start, tile))
         return (
             jax.lax.dynamic_update_slice_in_dim(out, new, start, 0),
             jax.lax.dynamic_update_slice_in_dim(lse, new_lse, start, 0),
         )
 
-    def attend_every_other(first: int) -> tuple[jax.Array, jax.Array]:
-        state = jnp.zeros(q.shape, jnp.float32), jnp.full(q.shape[:3], -jnp.inf)
-        last = (tile_ends[-1] + 1 - first) // 2
-        return jax.lax.fori_loop(0, last, lambda i, state: attend_tile(2 * i + first, state), state)
-
-    even, odd = attend_every_other(0), attend_every_other(1)
-    tokens = jnp.arange(num_tokens)
-    token_rows = jnp.minimum(jnp.searchsorted(cu_q_lens[1:], tokens, side="right"), num_rows - 1)
-    token_tiles = (tile_ends - tile_counts)[token_rows] + (tokens - cu_q_lens[token_rows]) // tile
-    is_odd = (token_tiles % 2 == 1)[:, None, None]
-    out = jnp.where(is_odd[..., None], odd[0][:num_tokens], even[0][:num_tokens])
-    return out, jnp.where(is_odd, odd[1][:num_tokens], even[1][:num_tokens])
+    state = jnp.zeros(q.shape, q.dtype), jnp.full(q.shape[:3], -jnp.inf)
+    out, lse = jax.lax.fori_loop(0, tile_ends[-1], attend_tile, state)
+    return out[:num_tokens], lse[:num_tokens]

@@ -201,7 +201,7 @@ def test_tiles_behind_the_live_ones_are_left_out():
             {"implementation": "reference"},
             "alone, not on cpu with 'reference'",
         ),
-        ({"implementation": "gpu"}, "proven on CPUs with implementation='xla'"),
+        ({"implementation": "gpu"}, "proven on CPUs with implementation='cpu'"),
         ({"quantize": "w8a8"}, "not proven with quantize='w8a8'"),
     ],
 )

@@ -15,7 +15,7 @@ def device(platform, **facts):
 @pytest.mark.parametrize(
     ("chip", "dtype", "head_dim", "expected"),
     [
-        (device("cpu"), "float32", 64, "xla"),
+        (device("cpu"), "float32", 64, "cpu"),
         (device("tpu"), "bfloat16", 64, "tpu"),
         (device("tpu"), "float16", 64, "xla"),
         (device("gpu", compute_capability="9.0"), "bfloat16", 128, "gpu"),
@@ -83,3 +83,16 @@ def test_a_page_is_no_larger_than_a_whole_sequence_needs(length, expected):
 def test_unknown_dtype_is_refused_with_the_choices():
     with pytest.raises(ValueError, match=r"int8.*auto, float32, bfloat16 or float16"):
         defaults.dtype("int8", device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("platform", "features", "options"),
+    [
+        ("cpu", {"avx2", "avx512f"}, {"xla_cpu_prefer_vector_width": 512}),
+        ("cpu", {"avx2"}, {}),
+        ("tpu", {"avx512f"}, {}),
+    ],
+)
+def test_wide_vectors_where_they_were_measured(monkeypatch, platform, features, options):
+    monkeypatch.setattr(defaults, "cpu_features", lambda: frozenset(features))
+    assert defaults.compiler_options(device(platform)) == options

@@ -1,6 +1,8 @@
 """The paged cache: sizes, slots, moving pages, and donation that really happens."""
 
+import itertools
 import os
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 
 from jaxinfer import kv_cache as kv
+from pallas_kernels import cpu_pages
 
 SPEC = kv.KVCacheSpec(num_layers=2, num_kv_heads=3, head_dim=8, page_size=4, num_pages=6)
 
@@ -21,8 +24,8 @@ def filled(spec, seed):
 
 
 def test_bytes_are_those_of_the_arrays():
-    for dtype in ("float32", "bfloat16"):
-        spec = kv.KVCacheSpec(2, 3, 8, 4, 6, dtype)
+    for dtype, implementation in itertools.product(("float32", "bfloat16"), ("xla", "cpu")):
+        spec = kv.KVCacheSpec(2, 3, 8, 4, 6, dtype, implementation)
         assert spec.total_bytes == sum(page.nbytes for page in kv.init(spec).pages)
         assert spec.num_usable_tokens == 20  # the null page holds none
 
@@ -64,10 +67,14 @@ def test_slots_equal_page_times_size_plus_offset():
     assert kv.slot_mapping(table, rows, indices, 4).tolist() == [20, 23, 8, 14]
 
 
-def test_gather_returns_tokens_in_order():
+@pytest.mark.parametrize("implementation", ["xla", "cpu"])
+def test_gather_returns_tokens_in_order(implementation):
     cache = filled(SPEC, 0)
-    k, v = kv.gather(cache.pages[1], jnp.array([4, 2, 0]), 6)
     pages = np.asarray(cache.pages[1])
+    laid_out = tuple(cpu_pages.of_layout(page, implementation) for page in cache.pages)
+    cache = cache.replace(pages=laid_out, spec=replace(SPEC, implementation=implementation))
+    assert all(page.shape == cache.spec.page_shape for page in cache.pages)
+    k, v = kv.gather(cache, 1, jnp.array([4, 2, 0]), 6)
     for token in range(6):
         expected = pages[[4, 2][token // 4], :, token % 4]
         np.testing.assert_array_equal(k[token], expected[:, :8])

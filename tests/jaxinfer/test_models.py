@@ -51,7 +51,7 @@ def run(model, config, weights, ids, chunks, implementation):
     return np.concatenate(logits)
 
 
-@pytest.mark.parametrize("implementation", ["reference", "xla"])
+@pytest.mark.parametrize("implementation", ["reference", "xla", "cpu"])
 def test_logits_equal_transformers(tiny, implementation):
     golden, model, config, weights = tiny
     with jax.default_matmul_precision("highest"):

@@ -15,7 +15,7 @@ from jax.sharding import SingleDeviceSharding
 from jaxinfer import kv_cache as kv
 
 
-@pytest.mark.parametrize("implementation", ["reference", "xla", "gpu"])
+@pytest.mark.parametrize("implementation", ["reference", "xla", "cpu", "gpu"])
 def test_only_tpu_kernels_need_a_layout(implementation):
     spec = kv.KVCacheSpec(1, 8, 80, 128, 4, "bfloat16", implementation)
     assert kv.page_format(spec) is None
@@ -45,7 +45,7 @@ def test_every_program_keeps_the_layout_and_the_buffer(monkeypatch):
     """With one that no compiler takes by itself, after prefills, decodes of several steps, and page copies."""
 
     def transposed(spec, sharding=None):
-        return Format(Layout((0, 1, 3, 2)), sharding or SingleDeviceSharding(jax.devices()[0]))
+        return Format(Layout((0, 1, 2, 4, 3)), sharding or SingleDeviceSharding(jax.devices()[0]))
 
     plain = engines.make_engine("llama_gqa")
     monkeypatch.setattr(kv, "page_format", transposed)
@@ -60,6 +60,6 @@ def test_every_program_keeps_the_layout_and_the_buffer(monkeypatch):
     kinds = {(program.kind, program.num_steps) for program in engine.programs.compiled()}
     assert {("prefill", 1), ("decode", engines.STEPS)} <= kinds
     for page in engine._cache.pages:
-        assert page.format.layout.major_to_minor == (0, 1, 3, 2)
+        assert page.format.layout.major_to_minor == (0, 1, 2, 4, 3)
         assert page.unsafe_buffer_pointer() in pointers
     assert outputs == engines.generate(plain, *requests)

@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from pallas_kernels import cpu_pages
 from pallas_kernels.kv_append import QUANTIZED_MAX, kv_append
 from pallas_kernels.kv_append.cases import CASES, CASES_BY_NAME, Case, make_inputs
 
@@ -35,13 +36,16 @@ def numpy_append(inputs: dict[str, Any]) -> tuple[np.ndarray, np.ndarray | None]
     return pages, scales
 
 
-@pytest.mark.parametrize("implementation", ["reference", "xla"])
+@pytest.mark.parametrize("implementation", ["reference", "xla", "cpu"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_writes_its_slots_and_no_other(case: Case, implementation: str) -> None:
     inputs = make_inputs(case, seed=0)
     expected, expected_scales = numpy_append(inputs)
+    inputs["kv_pages"] = cpu_pages.of_layout(inputs["kv_pages"], implementation)
     pages, scales = kv_append(**inputs, implementation=implementation)
     assert pages.dtype == inputs["kv_pages"].dtype
+    if implementation == "cpu":
+        pages = cpu_pages.to_contract(pages, inputs["k"].shape[2])
     # page 0 takes colliding writes. Live pages are equal to the last bit: casting and rounding are exact operations
     np.testing.assert_array_equal(np.asarray(pages[1:].astype(jnp.float32)), expected[1:])
     if expected_scales is not None:
@@ -50,18 +54,20 @@ def test_writes_its_slots_and_no_other(case: Case, implementation: str) -> None:
         )  # one division, float32
 
 
-@pytest.mark.parametrize("name", ["smollm2_decode", "llama3_8b_prefill_bf16", "int8"])
-def test_a_donated_pool_is_written_in_place(name: str) -> None:
+@pytest.mark.parametrize("implementation", ["xla", "cpu"])
+@pytest.mark.parametrize("name", ["smollm2_one", "smollm2_decode", "llama3_8b_prefill_bf16", "int8"])
+def test_a_donated_pool_is_written_in_place(name: str, implementation: str) -> None:
     inputs = make_inputs(CASES_BY_NAME[name], seed=0)
     big = {
         k: None if inputs[k] is None else jnp.tile(inputs[k], (50, 1, 1, 1))
         for k in ("kv_pages", "kv_scales")
     }
+    big["kv_pages"] = cpu_pages.of_layout(big["kv_pages"], implementation)
     inputs |= big
 
     def append(pages: jax.Array, scales: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
         return kv_append(
-            inputs["k"], inputs["v"], pages, scales, inputs["slot_mapping"], implementation="xla"
+            inputs["k"], inputs["v"], pages, scales, inputs["slot_mapping"], implementation=implementation
         )
 
     compiled = jax.jit(append, donate_argnums=(0, 1)).lower(big["kv_pages"], big["kv_scales"]).compile()

@@ -7,11 +7,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import cpu_pages
 from pallas_kernels.ragged_paged_attention import ragged_paged_attention, xla
 from pallas_kernels.ragged_paged_attention.cases import CASES, CASES_BY_NAME, Case, make_inputs, without_rows
 
 STATIC = ("sm_scale", "max_q_len", "sliding_window", "soft_cap", "return_lse", "implementation")
-attend = jax.jit(ragged_paged_attention, static_argnames=STATIC)
+attend_jit = jax.jit(ragged_paged_attention, static_argnames=STATIC)
+
+
+def attend(*, kv_pages: jax.Array, implementation: str, **inputs: Any) -> Any:
+    """With the contracts' pages in the layout of the implementation."""
+    return attend_jit(
+        kv_pages=cpu_pages.of_layout(kv_pages, implementation), implementation=implementation, **inputs
+    )
 
 
 def numpy_attention(inputs: dict) -> tuple[np.ndarray, np.ndarray]:
@@ -70,14 +78,17 @@ def assert_close(
 
 
 def largest_rounded(implementation: str, inputs: dict[str, Any]) -> float:
-    """For `assert_close`: xla alone rounds weights, where queries and pages both are bfloat16."""
-    if implementation != "xla" or not inputs["q"].dtype == inputs["kv_pages"].dtype == jnp.bfloat16:
+    """For `assert_close`: tiles of xla and cpu round weights, where queries and pages both are bfloat16."""
+    if (
+        implementation not in ("xla", "cpu")
+        or not inputs["q"].dtype == inputs["kv_pages"].dtype == jnp.bfloat16
+    ):
         return 0.0
     v = np.asarray(inputs["kv_pages"].astype(jnp.float32))[..., inputs["q"].shape[-1] :]
     return float(np.nanmax(np.abs(v)))
 
 
-@pytest.mark.parametrize("implementation", ["reference", "xla", "xla_invariant"])
+@pytest.mark.parametrize("implementation", ["reference", "xla", "cpu", "cpu_invariant"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_matches_numpy_on_a_poisoned_pool(case: Case, implementation: str) -> None:
     inputs = make_inputs(case, seed=0, max_pages_per_row=4)
@@ -87,7 +98,7 @@ def test_matches_numpy_on_a_poisoned_pool(case: Case, implementation: str) -> No
     assert_close(case, out, lse, expected, expected_lse, largest_rounded(implementation, inputs))
 
 
-@pytest.mark.parametrize("implementation", ["xla", "xla_invariant"])
+@pytest.mark.parametrize("implementation", ["xla", "cpu", "cpu_invariant"])
 @pytest.mark.parametrize("sliding_window", [None, 140])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_xla_walks_several_tiles_and_blocks(
@@ -111,14 +122,14 @@ def test_xla_walks_several_tiles_and_blocks(
     ("dtype", "options"),
     [("float32", {}), ("bfloat16", {"sliding_window": 37, "soft_cap": 5.0, "sinks": True})],
 )
-def test_xla_invariant_gives_a_token_the_same_bits_in_every_batch(dtype: str, options: dict) -> None:
+def test_cpu_invariant_gives_a_token_the_same_bits_in_every_batch(dtype: str, options: dict) -> None:
     """Mixed with other rows, as one of many decode rows, in a chunk of its own that starts anywhere."""
     q_lens, kv_lens = (1, 1, 1, 40, 17, 133), (300, 1, 129, 290, 17, 133)
     case = Case("bits", 9, 3, 64, 16, q_lens, kv_lens, 5, 2, dtype=dtype, kv_dtype=dtype, **options)
     inputs = make_inputs(case, seed=2)
 
     def bits(**change) -> list[np.ndarray]:
-        found = attend(**(inputs | change), return_lse=True, implementation="xla_invariant")
+        found = attend(**(inputs | change), return_lse=True, implementation="cpu_invariant")
         return [np.asarray(x.astype(jnp.float32)) for x in found]
 
     whole = bits()
@@ -151,7 +162,7 @@ def test_xla_invariant_gives_a_token_the_same_bits_in_every_batch(dtype: str, op
             np.testing.assert_array_equal(got, want[begin + start : begin + end])
 
 
-@pytest.mark.parametrize("implementation", ["reference", "xla", "xla_invariant"])
+@pytest.mark.parametrize("implementation", ["reference", "xla", "cpu", "cpu_invariant"])
 def test_a_batch_without_rows_is_zeros(implementation: str) -> None:
     """What warming a program up asks for: every row and token is padding."""
     out, lse = attend(
@@ -166,7 +177,8 @@ def test_a_batch_without_rows_is_zeros(implementation: str) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"q": jnp.zeros((2, 4, 32))}, "lanes must be 2"),
+        ({"q": jnp.zeros((2, 4, 32))}, r"with head_dim 32 needs \[num_pages, K, page_size, 64\]"),
+        ({"implementation": "cpu"}, r"needs \[num_pages, 2, K, page_size \* 64 / lanes, lanes\]"),
         ({"q": jnp.zeros((2, 3, 64))}, "no multiple of 2 kv heads"),
         ({"kv_scales": jnp.zeros((5, 2, 2, 16))}, "pass kv_scales=None"),
         ({"kv_pages": jnp.zeros((5, 2, 16, 128), jnp.int8)}, "kv_scales f32"),

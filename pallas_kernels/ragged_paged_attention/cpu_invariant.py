@@ -9,15 +9,16 @@ changes nothing: the peak stays, so the sums decay by exp(0), and what is added 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.ragged_paged_attention.xla import BLOCK_TOKENS, Block, gather_block, pad_columns, walk
+from pallas_kernels import cpu_pages
+from pallas_kernels.ragged_paged_attention.xla import CPU_BLOCK_TOKENS, Block, pad_columns, read_block, walk
 
-UNIT_QUERIES = 4  # query tokens of a unit; those that a decode row has not are computed for nothing
-GROUP_UNITS = 8  # units that walk together
+UNIT_QUERIES = 2  # query tokens of a unit; those that a decode row has not are computed for nothing
+GROUP_UNITS = 16  # units that walk together
 
 
 def ragged_paged_attention(
     q: jax.Array,  # [T, N, H]
-    kv_pages: jax.Array,  # [num_pages, K, page_size, 2H]
+    kv_pages: jax.Array,  # of the CPU layout
     kv_scales: jax.Array | None,  # f32[num_pages, K, 2, page_size]
     page_table: jax.Array,  # i32[B, P]
     kv_lens: jax.Array,  # i32[B]
@@ -33,9 +34,9 @@ def ragged_paged_attention(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """See the package's docstring. Takes no note of max_q_len: one path serves all rows."""
     num_tokens, num_q_heads, head_dim = q.shape
-    num_kv_heads, page_size = kv_pages.shape[1:3]
+    num_kv_heads, page_size = cpu_pages.num_kv_heads(kv_pages), cpu_pages.page_size(kv_pages, head_dim)
     num_rows = page_table.shape[0]
-    block_pages = max(1, BLOCK_TOKENS // page_size)
+    block_pages = max(1, CPU_BLOCK_TOKENS // page_size)
     block = block_pages * page_size  # C
     page_table = pad_columns(page_table, block_pages)
     sinks = None
@@ -68,7 +69,7 @@ def ragged_paged_attention(
         slots = jnp.arange(UNIT_QUERIES)
         query_positions = of_group(positions)[:, None] + slots  # i32[W, UNIT_QUERIES]
 
-        def read_block(i: jax.Array) -> Block:
+        def block_of(i: jax.Array) -> Block:
             kv_positions = i * block + jnp.arange(block)  # i32[C]
             live = kv_positions < ends[:, None]
             visible = kv_positions <= query_positions[..., None]  # bool[W, UNIT_QUERIES, C]
@@ -77,9 +78,9 @@ def ragged_paged_attention(
                 visible &= kv_positions > query_positions[..., None] - sliding_window
             visible &= live[:, None]
             page_ids = jax.lax.dynamic_slice(table, (start, i * block_pages), (GROUP_UNITS, block_pages))
-            kv = gather_block(kv_pages, kv_scales, page_ids, live)
+            kv = read_block(kv_pages, kv_scales, page_ids, live, head_dim)
             group_size = num_q_heads // num_kv_heads
-            return kv, kv, jnp.tile(visible, (1, group_size, 1))[:, None]
+            return *kv, live, jnp.tile(visible, (1, group_size, 1))[:, None]
 
         first: jax.Array | int = 0
         if sliding_window is not None:
@@ -89,30 +90,19 @@ def ragged_paged_attention(
         unit_q = q[jnp.minimum(of_group(firsts)[:, None] + slots, num_tokens - 1)]  # [W, UNIT_QUERIES, N, H]
         unit_q = unit_q.astype(jnp.float32)
         unit_q = unit_q.transpose(0, 2, 1, 3).reshape(GROUP_UNITS, num_kv_heads, -1, head_dim)  # [W, K, M, H]
-        # K and V lanes stay together, as for xla's decode rows: q's zeros meet V.
-        unit_q = jnp.pad(unit_q, ((0, 0), (0, 0), (0, 0), (0, head_dim)))
         last = (ends.max() + block - 1) // block
-        out, lse = walk(unit_q, sinks, read_block, first, last, 2 * head_dim, sm_scale, soft_cap)
-        out = out[..., head_dim:].reshape(GROUP_UNITS, num_q_heads, UNIT_QUERIES, head_dim)
+        out, lse = walk(unit_q, sinks, block_of, first, last, sm_scale, soft_cap)
+        out = out.reshape(GROUP_UNITS, num_q_heads, UNIT_QUERIES, head_dim)
         lse = lse.reshape(GROUP_UNITS, num_q_heads, UNIT_QUERIES)
         return (
             jax.lax.dynamic_update_slice_in_dim(state[0], out, start, 0),
             jax.lax.dynamic_update_slice_in_dim(state[1], lse, start, 0),
         )
 
-    # Two loops that do not depend on each other: XLA:CPU runs one loop on one thread, and two at the same time.
-    live_groups = (unit_ends[-1] + GROUP_UNITS - 1) // GROUP_UNITS
     shape = (len(units), num_q_heads, UNIT_QUERIES)
-
-    def attend_every_other(first: int) -> tuple[jax.Array, jax.Array]:
-        return jax.lax.fori_loop(
-            0,
-            (live_groups + 1 - first) // 2,
-            lambda i, state: attend_group(2 * i + first, state),
-            (jnp.zeros((*shape, head_dim)), jnp.zeros(shape)),
-        )
-
-    even, odd = attend_every_other(0), attend_every_other(1)
+    state = (jnp.zeros((*shape, head_dim)), jnp.zeros(shape))
+    live_groups = (unit_ends[-1] + GROUP_UNITS - 1) // GROUP_UNITS
+    unit_out, unit_lse = jax.lax.fori_loop(0, live_groups, attend_group, state)
 
     # Back to tokens: where each one's unit stands, and where in the unit the token.
     tokens = jnp.arange(num_tokens)
@@ -122,12 +112,9 @@ def ragged_paged_attention(
     inside = tokens - cu_q_lens[token_rows]
     place = jnp.argsort(order)[unit_starts[token_rows] + inside // UNIT_QUERIES]  # i32[T]
     slot = inside % UNIT_QUERIES
-    is_odd = place // GROUP_UNITS % 2 == 1
     has_row = (tokens < cu_q_lens[distribution[2]]) & is_live[token_rows]
 
-    def to_tokens(even: jax.Array, odd: jax.Array, nothing: float) -> jax.Array:
-        where = [x.reshape(-1, *(1,) * (even.ndim - 2)) for x in (is_odd, has_row)]
-        return jnp.where(where[1], jnp.where(where[0], odd[place, :, slot], even[place, :, slot]), nothing)
-
-    out = to_tokens(even[0], odd[0], 0.0).astype(q.dtype)  # [T, N, H]
-    return (out, to_tokens(even[1], odd[1], -jnp.inf)) if return_lse else out
+    out = jnp.where(has_row[:, None, None], unit_out[place, :, slot], 0.0).astype(q.dtype)  # [T, N, H]
+    if not return_lse:
+        return out
+    return out, jnp.where(has_row[:, None], unit_lse[place, :, slot], -jnp.inf)
