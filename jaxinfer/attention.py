@@ -1,11 +1,14 @@
 """Append the new K and V to their pages, then attend over the pages: the model's only door to the kernels."""
 
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
 
 from jaxinfer.batch import StepBatch
-from jaxinfer.kv_cache import KVCacheSpec
+from jaxinfer.kv_cache import KVCache, KVCacheSpec
 from pallas_kernels.kv_append import kv_append
 from pallas_kernels.ragged_paged_attention import ragged_paged_attention
 
@@ -53,3 +56,44 @@ def append_and_attend(
         compute_capability=spec.compute_capability,
     )
     return out.astype(q.dtype), pages, scales
+
+
+def loop_over_layers(
+    layers: tuple[Any, ...],
+    x: jax.Array,  # [T, D]
+    kv_cache: KVCache,
+    rope: tuple[jax.Array, jax.Array],
+    batch: StepBatch,
+    before: Callable[..., tuple[jax.Array, jax.Array, jax.Array]],
+    after: Callable[..., jax.Array],
+    **options: Any,
+) -> tuple[jax.Array, KVCache]:
+    """All layers in one loop, over a cache whose pages are one array: (x, the cache with K and V appended).
+
+    A layer's own part, the products before and after attention, is a branch of a switch, and reads its weights where
+    they lie: weights that a loop slices out of a stack are copied. All else stands in the program once. What XLA:CPU
+    takes to compile and to load a program, and what it keeps of it, grows with the number of its instructions.
+
+    Args:
+      layers: weights of each.
+      before: (weights, x, rope, batch) -> q [T, N, H], k and v [T, K, H].
+      after: (weights, x, attention [T, N, H], batch) -> x.
+      options: of `append_and_attend`, equal for all layers.
+    """
+    spec = kv_cache.spec
+    before, after = jax.jit(before), jax.jit(after)  # traced and lowered once, not in each branch
+
+    def layer(i: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        x, pages = state
+        q, k, v = jax.lax.switch(i, [partial(before, w) for w in layers], x, rope, batch)
+        first = i * spec.num_pages
+        moved = replace(
+            batch,
+            slot_mappings=tuple(slots + first * spec.page_size for slots in batch.slot_mappings),
+            page_tables=tuple(table + first for table in batch.page_tables),
+        )
+        out, pages, _ = append_and_attend(q, k, v, pages, None, moved, spec, **options)
+        return jax.lax.switch(i, [partial(after, w) for w in layers], x, out, batch), pages
+
+    x, pages = jax.lax.fori_loop(0, len(layers), layer, (x, *kv_cache.pages))
+    return x, replace(kv_cache, pages=(pages,))

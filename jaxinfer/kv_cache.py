@@ -51,17 +51,28 @@ class KVCacheSpec:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         if self.num_pages < 2:
             raise ValueError(f"num_pages={self.num_pages} must be at least 2: the null page and one more")
-        if self.num_pages * self.page_size >= 2**31:
+        if self.num_pages_in_array * self.page_size >= 2**31:
             raise ValueError(
-                f"num_pages={self.num_pages} x page_size={self.page_size} slots do not fit 32-bit indices; "
+                f"num_pages={self.num_pages_in_array} x page_size={self.page_size} slots do not fit 32-bit indices; "
                 "use fewer pages"
             )
 
     @property
+    def one_array(self) -> bool:
+        """Whether the pages of all layers stand in one array, layer after layer, which a loop over layers can index."""
+        return self.implementation in cpu_pages.IMPLEMENTATIONS
+
+    @property
+    def num_pages_in_array(self) -> int:
+        return self.num_pages * (self.num_layers if self.one_array else 1)
+
+    @property
     def page_shape(self) -> tuple[int, ...]:
-        """Shape of one layer's pages."""
+        """Shape of an array of pages: of all layers, or of one."""
         if self.implementation in cpu_pages.IMPLEMENTATIONS:
-            return cpu_pages.page_shape(self.num_pages, self.num_kv_heads, self.page_size, self.head_dim)
+            return cpu_pages.page_shape(
+                self.num_pages_in_array, self.num_kv_heads, self.page_size, self.head_dim
+            )
         return (self.num_pages, self.num_kv_heads, self.page_size, 2 * self.head_dim)
 
     @property
@@ -103,8 +114,8 @@ def ml_dtypes_itemsize(dtype: str) -> int:
 
 @struct.dataclass
 class KVCache:
-    """pages: per layer, of `spec.page_shape`. scales: per layer f32[num_pages, K, 2, page_size]
-    for quantized pages, else None."""
+    """pages: per layer, or one array (`spec.one_array`), of `spec.page_shape`. scales: per layer
+    f32[num_pages, K, 2, page_size] for quantized pages, else None."""
 
     pages: tuple[jax.Array, ...]
     scales: tuple[jax.Array, ...] | None
@@ -117,7 +128,8 @@ def init(spec: KVCacheSpec) -> KVCache:
     Its pages are zero, but on a CPU: there nothing writes them, so that they take no time and no resident memory until
     tokens do. Whatever stands in a slot that was not written is masked, NaN included.
     """
-    shapes = (jax.ShapeDtypeStruct(spec.page_shape, jnp.dtype(spec.dtype)),) * spec.num_layers
+    num_arrays = 1 if spec.one_array else spec.num_layers
+    shapes = (jax.ShapeDtypeStruct(spec.page_shape, jnp.dtype(spec.dtype)),) * num_arrays
     pages = jax.lax.platform_dependent(
         cpu=buffer_callback(lambda context, unwritten: None, shapes),
         default=lambda: tuple(jnp.zeros(x.shape, x.dtype) for x in shapes),
@@ -169,7 +181,8 @@ def gather(cache: KVCache, layer: int, table_row: jax.Array, kv_len: int) -> tup
       kv_len: resident tokens, static.
     """
     used = table_row[: pages_needed(kv_len, cache.spec.page_size)]
-    pages = cache.pages[layer][used]
+    one = cache.spec.one_array
+    pages = cache.pages[0][used + layer * cache.spec.num_pages] if one else cache.pages[layer][used]
     if cache.spec.implementation in cpu_pages.IMPLEMENTATIONS:
         pages = cpu_pages.to_contract(pages, cache.spec.head_dim)
     tokens = jnp.swapaxes(pages, 1, 2).reshape(-1, cache.spec.num_kv_heads, 2 * cache.spec.head_dim)[:kv_len]
@@ -181,12 +194,14 @@ def copy_pages(cache: KVCache, source: jax.Array, target: jax.Array) -> KVCache:
 
     Pad both with 0: the null page may be copied onto itself any number of times.
     """
+    source, target = _in_all_layers(cache.spec, source), _in_all_layers(cache.spec, target)
     return _map_arrays(cache, lambda array: array.at[target].set(array[source]))
 
 
 def export_pages(cache: KVCache, page_ids: jax.Array) -> KVCache:
     """The contents of `page_ids` i32[M] as a cache of M pages, to be moved elsewhere."""
-    out = _map_arrays(cache, lambda array: array[page_ids])
+    ids = _in_all_layers(cache.spec, page_ids)
+    out = _map_arrays(cache, lambda array: array[ids])
     return replace(out, spec=_resized(cache.spec, len(page_ids)))
 
 
@@ -198,11 +213,19 @@ def import_pages(cache: KVCache, exported: KVCache, page_ids: jax.Array) -> KVCa
     """
     if _resized(exported.spec, cache.spec.num_pages) != cache.spec:
         raise ValueError(f"pages of {exported.spec} cannot be imported into a cache of {cache.spec}")
+    page_ids = _in_all_layers(cache.spec, page_ids)
     pages = tuple(a.at[page_ids].set(b) for a, b in zip(cache.pages, exported.pages, strict=True))
     scales = cache.scales
     if scales is not None and exported.scales is not None:
         scales = tuple(a.at[page_ids].set(b) for a, b in zip(scales, exported.scales, strict=True))
     return replace(cache, pages=pages, scales=scales)
+
+
+def _in_all_layers(spec: KVCacheSpec, page_ids: jax.Array) -> jax.Array:
+    """Where the pages `page_ids` i32[M] stand in an array: i32[layers * M] where it is one for all layers."""
+    if not spec.one_array:
+        return page_ids
+    return (jnp.arange(spec.num_layers)[:, None] * spec.num_pages + page_ids).reshape(-1)
 
 
 def _resized(spec: KVCacheSpec, num_pages: int) -> KVCacheSpec:

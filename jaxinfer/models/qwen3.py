@@ -203,18 +203,31 @@ def forward(
         return x, layers.rope_table(config.rope, positions)
 
     x, rope = batch.per_token(embed, batch.token_ids, batch.positions)
-    pages: list[Any] = list(kv_cache.pages)
-    scales: list[Any] = list(kv_cache.scales or [None] * config.num_layers)
-    for i, layer in enumerate(weights.layers):
-        x, pages[i], scales[i] = _layer(config, kv_cache.spec, layer, x, pages[i], scales[i], rope, batch)
+    if kv_cache.spec.one_array:
+        x, kv_cache = attention.loop_over_layers(
+            weights.layers,
+            x,
+            kv_cache,
+            rope,
+            batch,
+            partial(_before_attention, config),
+            partial(_after_attention, config),
+            sm_scale=config.head_dim**-0.5,
+        )
+    else:
+        pages: list[Any] = list(kv_cache.pages)
+        scales: list[Any] = list(kv_cache.scales or [None] * config.num_layers)
+        for i, layer in enumerate(weights.layers):
+            x, pages[i], scales[i] = _layer(config, kv_cache.spec, layer, x, pages[i], scales[i], rope, batch)
+        kv_cache = replace(
+            kv_cache, pages=tuple(pages), scales=None if kv_cache.scales is None else tuple(scales)
+        )
     x = batch.per_token(lambda x: layers.rms_norm(x, weights.final_norm, config.rms_norm_eps), x)
-    return x, replace(kv_cache, pages=tuple(pages), scales=None if kv_cache.scales is None else tuple(scales))
+    return x, kv_cache
 
 
-# An inner jit: equal layers are traced and lowered once.
-@partial(jax.jit, static_argnames=("config", "spec"))
-def _layer(config: Config, spec: KVCacheSpec, w: LayerWeights, x, pages, scales, rope, batch: StepBatch):
-    def before_attention(x, rope):
+def _before_attention(config: Config, w: LayerWeights, x, rope, batch: StepBatch):
+    def of(x, rope):
         y = layers.rms_norm(x, w.attn_norm, config.rms_norm_eps)
         q = layers.project_heads(y, w.q_proj, w.q_bias)  # [T, N, H]
         k = layers.project_heads(y, w.k_proj, w.k_bias)  # [T, K, H]
@@ -223,16 +236,26 @@ def _layer(config: Config, spec: KVCacheSpec, w: LayerWeights, x, pages, scales,
         k = layers.apply_rope(layers.rms_norm(k, w.k_norm, config.rms_norm_eps), rope)
         return q, k, v
 
-    def after_attention(x, out):
+    return batch.per_token(of, x, rope)
+
+
+def _after_attention(config: Config, w: LayerWeights, x, out, batch: StepBatch):
+    def of(x, out):
         x = x + layers.merge_heads(out, w.o_proj, w.o_bias)
         y = layers.rms_norm(x, w.mlp_norm, config.rms_norm_eps)
         return x + layers.gated_mlp(y, w.gate_proj, w.up_proj, w.down_proj)
 
-    q, k, v = batch.per_token(before_attention, x, rope)
+    return batch.per_token(of, x, out)
+
+
+# An inner jit: equal layers are traced and lowered once.
+@partial(jax.jit, static_argnames=("config", "spec"))
+def _layer(config: Config, spec: KVCacheSpec, w: LayerWeights, x, pages, scales, rope, batch: StepBatch):
+    q, k, v = _before_attention(config, w, x, rope, batch)
     out, pages, scales = attention.append_and_attend(
         q, k, v, pages, scales, batch, spec, sm_scale=config.head_dim**-0.5
     )
-    return batch.per_token(after_attention, x, out), pages, scales
+    return _after_attention(config, w, x, out, batch), pages, scales
 
 
 def unembed(config: Config, weights: Weights, x: jax.Array) -> jax.Array:

@@ -14,6 +14,7 @@ once per program.
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -59,40 +60,24 @@ def ragged_paged_attention(
     queries = q.astype(dtype).reshape(num_tokens, num_kv_heads, -1, head_dim)  # [T, K, G, H]
     sinks = None if sink_logits is None else sink_logits.reshape(num_kv_heads, -1)  # f32[K, G]
 
-    # rows [0, decode_end): the token of row b is q[b]
-    rows = min(num_tokens, page_table.shape[0])
-    decode_lens = jnp.where(jnp.arange(rows) < distribution[0], kv_lens[:rows], 0)
-    out, lse = _decode(
-        queries[:rows],
-        kv_pages,
-        kv_scales,
-        page_table[:rows],
-        decode_lens,
-        sm_scale,
-        sliding_window,
-        soft_cap,
-        sinks,
-    )
-    if max_q_len > 1:
-        is_decode = jnp.arange(num_tokens) < distribution[0]
-        out = jnp.pad(out, ((0, num_tokens - rows), (0, 0), (0, 0), (0, 0)))
-        lse = jnp.pad(lse, ((0, num_tokens - rows), (0, 0), (0, 0)))
-        prefill_out, prefill_lse = _prefill(
-            queries,
-            kv_pages,
-            kv_scales,
-            page_table,
-            kv_lens,
-            cu_q_lens,
-            distribution,
-            max_q_len,
-            sm_scale,
-            sliding_window,
-            soft_cap,
-            sinks,
-        )
-        out = jnp.where(is_decode[:, None, None, None], out, prefill_out)
-        lse = jnp.where(is_decode[:, None, None], lse, prefill_lse)
+    options: dict[str, Any] = {"sm_scale": sm_scale, "sliding_window": sliding_window, "soft_cap": soft_cap}
+    options["sinks"] = sinks
+    prefill = partial(_prefill, queries, kv_pages, kv_scales, page_table, kv_lens, cu_q_lens, **options)
+    if max_q_len > 1 and page_table.shape[0] == 1:  # a tile, if it is one token alone too: a smaller program
+        distribution = distribution.at[0].set(0)
+        out, lse = prefill(distribution=distribution, max_q_len=max_q_len)
+    else:
+        # rows [0, decode_end): the token of row b is q[b]
+        rows = min(num_tokens, page_table.shape[0])
+        decode_lens = jnp.where(jnp.arange(rows) < distribution[0], kv_lens[:rows], 0)
+        out, lse = _decode(queries[:rows], kv_pages, kv_scales, page_table[:rows], decode_lens, **options)
+        if max_q_len > 1:
+            is_decode = jnp.arange(num_tokens) < distribution[0]
+            out = jnp.pad(out, ((0, num_tokens - rows), (0, 0), (0, 0), (0, 0)))
+            lse = jnp.pad(lse, ((0, num_tokens - rows), (0, 0), (0, 0)))
+            tiles, tiles_lse = prefill(distribution=distribution, max_q_len=max_q_len)
+            out = jnp.where(is_decode[:, None, None, None], out, tiles)
+            lse = jnp.where(is_decode[:, None, None], lse, tiles_lse)
     out = out.reshape(q.shape).astype(q.dtype)
     return (out, lse.reshape(num_tokens, num_q_heads)) if return_lse else out
 

@@ -17,10 +17,19 @@ from pallas_kernels import cpu_pages
 SPEC = kv.KVCacheSpec(num_layers=2, num_kv_heads=3, head_dim=8, page_size=4, num_pages=6)
 
 
+IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["xla", "cpu"])
+
+
 def filled(spec, seed):
     rng = np.random.default_rng(seed)
-    pages = tuple(jnp.asarray(rng.normal(size=spec.page_shape), jnp.float32) for _ in range(spec.num_layers))
+    arrays = 1 if spec.one_array else spec.num_layers
+    pages = tuple(jnp.asarray(rng.normal(size=spec.page_shape), jnp.float32) for _ in range(arrays))
     return kv.KVCache(pages=pages, scales=None, spec=spec)
+
+
+def by_layer(cache):
+    """The pages of each layer, [num_pages, ...]."""
+    return np.concatenate(cache.pages).reshape(cache.spec.num_layers, -1, *cache.spec.page_shape[1:])
 
 
 def test_bytes_are_those_of_the_arrays():
@@ -67,12 +76,14 @@ def test_slots_equal_page_times_size_plus_offset():
     assert kv.slot_mapping(table, rows, indices, 4).tolist() == [20, 23, 8, 14]
 
 
-@pytest.mark.parametrize("implementation", ["xla", "cpu"])
+@IMPLEMENTATIONS
 def test_gather_returns_tokens_in_order(implementation):
-    cache = filled(SPEC, 0)
-    pages = np.asarray(cache.pages[1])
-    laid_out = tuple(cpu_pages.of_layout(page, implementation) for page in cache.pages)
-    cache = cache.replace(pages=laid_out, spec=replace(SPEC, implementation=implementation))
+    plain = filled(SPEC, 0)
+    pages = np.asarray(plain.pages[1])
+    cache = plain
+    if implementation == "cpu":
+        laid_out = jnp.concatenate([cpu_pages.from_contract(page) for page in plain.pages])
+        cache = kv.KVCache((laid_out,), None, replace(SPEC, implementation="cpu"))
     assert all(page.shape == cache.spec.page_shape for page in cache.pages)
     k, v = kv.gather(cache, 1, jnp.array([4, 2, 0]), 6)
     for token in range(6):
@@ -81,19 +92,21 @@ def test_gather_returns_tokens_in_order(implementation):
         np.testing.assert_array_equal(v[token], expected[:, 8:])
 
 
-def test_copy_pages_moves_only_the_targets():
-    cache = filled(SPEC, 1)
+@IMPLEMENTATIONS
+def test_copy_pages_moves_only_the_targets(implementation):
+    cache = filled(replace(SPEC, implementation=implementation), 1)
     copied = kv.copy_pages(cache, jnp.array([1, 3, 0]), jnp.array([2, 5, 0]))
-    for before, after in zip(cache.pages, copied.pages, strict=True):
+    for before, after in zip(by_layer(cache), by_layer(copied), strict=True):
         expected = np.array(before)
         expected[2], expected[5] = expected[1], expected[3]
         np.testing.assert_array_equal(after, expected)
 
 
-def test_exported_pages_arrive_in_another_cache():
-    source, target = filled(SPEC, 2), filled(SPEC, 3)
+@IMPLEMENTATIONS
+def test_exported_pages_arrive_in_another_cache(implementation):
+    source, target = (filled(replace(SPEC, implementation=implementation), seed) for seed in (2, 3))
     moved = kv.import_pages(target, kv.export_pages(source, jnp.array([4, 1])), jnp.array([2, 3]))
-    for a, b, before in zip(moved.pages, source.pages, target.pages, strict=True):
+    for a, b, before in zip(by_layer(moved), by_layer(source), by_layer(target), strict=True):
         np.testing.assert_array_equal(a[2], b[4])
         np.testing.assert_array_equal(a[3], b[1])
         np.testing.assert_array_equal(a[1], before[1])
