@@ -181,8 +181,10 @@ def gather(cache: KVCache, layer: int, table_row: jax.Array, kv_len: int) -> tup
       kv_len: resident tokens, static.
     """
     used = table_row[: pages_needed(kv_len, cache.spec.page_size)]
-    one = cache.spec.one_array
-    pages = cache.pages[0][used + layer * cache.spec.num_pages] if one else cache.pages[layer][used]
+    if cache.spec.one_array:
+        pages = cache.pages[0][used + layer * (cache.pages[0].shape[0] // cache.spec.num_layers)]
+    else:
+        pages = cache.pages[layer][used]
     if cache.spec.implementation in cpu_pages.IMPLEMENTATIONS:
         pages = cpu_pages.to_contract(pages, cache.spec.head_dim)
     tokens = jnp.swapaxes(pages, 1, 2).reshape(-1, cache.spec.num_kv_heads, 2 * cache.spec.head_dim)[:kv_len]
