@@ -18,18 +18,25 @@ class BackgroundCompiler:
     Args:
       programs: where they are kept.
       jobs: (program, arguments of its shapes), the most urgent first. Shapes, not arrays: steps give theirs away.
+      hold: after the first program nothing is compiled until `release`.
     """
 
-    def __init__(self, programs: Programs, jobs: Iterable[tuple[Program, tuple]]) -> None:
+    def __init__(
+        self, programs: Programs, jobs: Iterable[tuple[Program, tuple]], *, hold: bool = False
+    ) -> None:
         self._programs, self._jobs = programs, list(jobs)
-        self._stopped = threading.Event()
+        self._stopped, self._released = threading.Event(), threading.Event()
+        if not hold:
+            self.release()
         self._thread = threading.Thread(target=self._run, name="jaxinfer-compile", daemon=True)
         # A thread inside the compiler must not outlive the interpreter: the process ends after the program under way.
         atexit.register(self.close)
         self._thread.start()
 
     def _run(self) -> None:
-        for program, arguments in self._jobs:
+        for i, (program, arguments) in enumerate(self._jobs):
+            if i > 0:
+                self._released.wait()
             if self._stopped.is_set():
                 return
             try:
@@ -42,9 +49,14 @@ class BackgroundCompiler:
     def under_way(self) -> bool:
         return self._thread.is_alive()
 
+    def release(self) -> None:
+        """Ends `hold`."""
+        self._released.set()
+
     def stop(self) -> None:
         """Begins no further program; does not wait for the one under way."""
         self._stopped.set()
+        self.release()
 
     def close(self) -> None:
         """Stops, and waits for the program under way."""

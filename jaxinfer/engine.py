@@ -112,9 +112,9 @@ class Engine:
     `bad_word_ids(text)` turns a bad word into the token id sequences to be banned; it is needed only for
     requests that have bad words.
 
-    With `compile_first` what one short prompt needs, its prefill and then its decode, is compiled on a thread from
-    here on. `weights` may be their shapes (`jax.ShapeDtypeStruct` leaves) then, while they are read: before the
-    first step `engine.weights` must be set.
+    With `compile_first` the prefill of a short prompt is compiled on a thread from here on. `weights` are their shapes
+    then (`jax.ShapeDtypeStruct` leaves), while they are read: before the first step `take_weights` must have them. Only
+    then the decode of one row is compiled, since tracing and reading weights both want the interpreter.
     """
 
     def __init__(
@@ -151,11 +151,18 @@ class Engine:
         self._background: BackgroundCompiler | None = None  # of the rest
         self._cache, self._rows = jax.eval_shape(self._init_cache), jax.eval_shape(self._init_rows)
         if compile_first:
-            self._first = self._compile_in_background(self._declared(config.buckets.first_programs()))
+            first = self._declared(config.buckets.first_programs())
+            self._first = self._compile_in_background(first, hold=True)
         self._allocate()
         self.metrics = Metrics()
         self.recording: Recording | None = None  # set one to keep single steps
         self._start_host_state()
+
+    def take_weights(self, weights: Any) -> None:
+        """The weights whose shapes the engine was made with."""
+        self.weights = weights
+        if self._first is not None:
+            self._first.release()
 
     def _allocate(self) -> None:
         """Device state: the pages of the cache, and what rows keep between steps."""
@@ -617,9 +624,9 @@ class Engine:
         programs = sorted(self._declared_programs(), key=lambda program: program.variant != variant)
         self._background = self._compile_in_background(programs)
 
-    def _compile_in_background(self, programs: list[Program]) -> BackgroundCompiler:
+    def _compile_in_background(self, programs: list[Program], *, hold: bool = False) -> BackgroundCompiler:
         jobs = [(program, _shapes(self._warmup_arguments(program))) for program in programs]
-        return BackgroundCompiler(self.programs, jobs)
+        return BackgroundCompiler(self.programs, jobs, hold=hold)
 
     def _warmup_arguments(self, program: Program) -> tuple:
         """Arguments of the shapes that `program` takes."""

@@ -256,7 +256,7 @@ class LLM:
         given = weights
         if early:
             try:
-                self.engine.weights = found.load_weights()
+                self.engine.take_weights(found.load_weights())
             except BaseException:
                 self.engine.close(weights=False)
                 raise

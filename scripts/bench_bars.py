@@ -317,8 +317,6 @@ def latency(args: argparse.Namespace) -> dict[str, Any]:
             max_model_len=long + 64,
             max_num_seqs=rows + 1,
             max_num_batched_tokens=budget,
-            num_pages=1 + (rows + 2) * (long + 128) // 16,
-            page_size=16,
             enable_prefix_caching=False,
             **two_programs(rows + 1, budget),
         ) as llm:

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -56,6 +57,25 @@ def test_a_step_waits_for_the_program_under_way_and_nothing_is_compiled_twice():
     assert sorted(programs.begun) == sorted(map(str, (A, B))) and len(programs) == 2
 
 
+def test_what_is_held_back_begins_when_it_is_released_and_ends_with_a_stop():
+    programs = Made()
+    programs.go.set()
+    background = BackgroundCompiler(programs, [(A, ()), (B, ())], hold=True)
+    programs.get(A, ())
+    background._thread.join(0.2)
+    assert programs.begun == [str(A)] and background.under_way
+    background.release()
+    assert programs.get(B, ())() == str(B)
+    background.close()
+    held = BackgroundCompiler(Made(), [], hold=True)
+    held.close()
+    waiting = Made()
+    waiting.go.set()
+    held = BackgroundCompiler(waiting, [(A, ()), (B, ())], hold=True)
+    held.close()
+    assert waiting.begun in ([], [str(A)])
+
+
 def test_a_failure_is_raised_to_the_step_that_waits_and_the_next_one_tries_again(caplog):
     programs = Made()
     programs.error = RuntimeError("no room")
@@ -102,10 +122,15 @@ def test_what_a_first_prompt_needs_is_compiled_while_its_weights_are_read():
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), weights)
     engine = Engine(model, config, shapes, plain.spec, plain.config, compile_first=True)
     assert engine._first is not None
+    prefill, decode = BUCKETS.first_programs()
+    deadline = time.monotonic() + 240
+    while not engine.programs.compiled() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert set(engine.programs.compiled()) == {prefill}
+    engine.take_weights(weights)
     engine._first._thread.join(240)
     first = set(engine.programs.compiled())
-    assert first == set(BUCKETS.first_programs()) and len(first) == 2
-    engine.weights = weights
+    assert first == {prefill, decode}
     request = [5, 6, 7], greedy_params(9, ignore_eos=True)
     assert generate(engine, request) == generate(plain, request)
     assert set(engine.programs.compiled()) == first
