@@ -311,7 +311,7 @@ def test_generate_writes_text_and_what_it_took(model):
     assert result.stdout == " Yes!\n"
     block = dict(re.split(r"  +", line, maxsplit=1) for line in result.stderr.splitlines())
     assert block["device"].startswith("cpu")
-    assert block["attention"] == "xla: the device is a CPU"
+    assert block["attention"] == "cpu: the device is a CPU"
     assert block["tokens"] == "59 prompt + 6 output"  # the end token is one
     # The answer fills one page; the step that was in flight when its end was read had taken the next.
     assert block["KV pages"] == "2 of 32 used, 64 tokens each"

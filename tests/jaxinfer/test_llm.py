@@ -266,12 +266,14 @@ def test_leaving_an_async_stream_aborts_it(llm):
             break
         await stream.aclose()
 
+        begun = asyncio.Event()
+
         async def endless():
             async for _ in llm.astream([9], greedy_params(200, ignore_eos=True)):
-                pass
+                begun.set()
 
         task = asyncio.create_task(endless())
-        await asyncio.sleep(0.05)
+        await begun.wait()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
