@@ -334,10 +334,12 @@ def latency(args: argparse.Namespace) -> dict[str, Any]:
                 engine.step()
             there = engine.clock()
             gaps: dict[str, list[float]] = {"alone": [], "beside": []}
+            # alone: from where all rows decode, so without the steps of their own prompts
+            all_decode = max(seq.metrics.token_times[0] for seq in sequences)
             for seq in sequences:
-                times = np.array(seq.metrics.token_times)[8:]  # not the steps of their own prompts
+                times = np.array(seq.metrics.token_times)
                 ends, spans = times[1:], np.diff(times)
-                gaps["alone"] += spans[ends < came].tolist()
+                gaps["alone"] += spans[(times[:-1] > all_decode) & (ends < came)].tolist()
                 gaps["beside"] += spans[(ends >= came) & (ends <= there)].tolist()
         alone, beside = (float(np.percentile(gaps[name], 99)) for name in ("alone", "beside"))
         found[f"budget_{budget}"] = {
