@@ -58,7 +58,7 @@ def append_and_attend(
     return out.astype(q.dtype), pages, scales
 
 
-def loop_over_layers(
+def over_layers(
     layers: tuple[Any, ...],
     x: jax.Array,  # [T, D]
     kv_cache: KVCache,
@@ -68,11 +68,11 @@ def loop_over_layers(
     after: Callable[..., jax.Array],
     **options: Any,
 ) -> tuple[jax.Array, KVCache]:
-    """All layers in one loop, over a cache whose pages are one array: (x, the cache with K and V appended).
+    """All layers: (x, the cache with K and V appended). They are one loop where the cache's pages are one array.
 
-    A layer's own part, the products before and after attention, is a branch of a switch, and reads its weights where
-    they lie: weights that a loop slices out of a stack are copied. All else stands in the program once. What XLA:CPU
-    takes to compile and to load a program, and what it keeps of it, grows with the number of its instructions.
+    A layer's own part of the loop, the products before and after attention, is a branch of a switch, and reads its
+    weights where they lie: weights that a loop slices out of a stack are copied. All else stands in the program once.
+    What XLA:CPU takes to compile and to load a program, and what it keeps of it, grows with its instructions.
 
     Args:
       layers: weights of each.
@@ -81,9 +81,25 @@ def loop_over_layers(
       options: of `append_and_attend`, equal for all layers.
     """
     spec = kv_cache.spec
+    if not spec.one_array:
+
+        @jax.jit  # equal layers are traced and lowered once
+        def layer(w, x, pages, scales, rope, batch):
+            q, k, v = before(w, x, rope, batch)
+            out, pages, scales = append_and_attend(q, k, v, pages, scales, batch, spec, **options)
+            return after(w, x, out, batch), pages, scales
+
+        pages: list[Any] = list(kv_cache.pages)
+        scales: list[Any] = list(kv_cache.scales or [None] * spec.num_layers)
+        for i, w in enumerate(layers):
+            x, pages[i], scales[i] = layer(w, x, pages[i], scales[i], rope, batch)
+        return x, replace(
+            kv_cache, pages=tuple(pages), scales=None if kv_cache.scales is None else tuple(scales)
+        )
+
     before, after = jax.jit(before), jax.jit(after)  # traced and lowered once, not in each branch
 
-    def layer(i: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def turn(i: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         x, pages = state
         q, k, v = jax.lax.switch(i, [partial(before, w) for w in layers], x, rope, batch)
         first = i * spec.num_pages
@@ -95,5 +111,5 @@ def loop_over_layers(
         out, pages, _ = append_and_attend(q, k, v, pages, None, moved, spec, **options)
         return jax.lax.switch(i, [partial(after, w) for w in layers], x, out, batch), pages
 
-    x, pages = jax.lax.fori_loop(0, len(layers), layer, (x, *kv_cache.pages))
-    return x, replace(kv_cache, pages=(pages,))
+    x, array = jax.lax.fori_loop(0, len(layers), turn, (x, *kv_cache.pages))
+    return x, replace(kv_cache, pages=(array,))

@@ -69,7 +69,7 @@ class KVCacheSpec:
     @property
     def page_shape(self) -> tuple[int, ...]:
         """Shape of an array of pages: of all layers, or of one."""
-        if self.implementation in cpu_pages.IMPLEMENTATIONS:
+        if self.one_array:
             return cpu_pages.page_shape(
                 self.num_pages_in_array, self.num_kv_heads, self.page_size, self.head_dim
             )
@@ -182,11 +182,10 @@ def gather(cache: KVCache, layer: int, table_row: jax.Array, kv_len: int) -> tup
     """
     used = table_row[: pages_needed(kv_len, cache.spec.page_size)]
     if cache.spec.one_array:
-        pages = cache.pages[0][used + layer * (cache.pages[0].shape[0] // cache.spec.num_layers)]
+        first = layer * (cache.pages[0].shape[0] // cache.spec.num_layers)
+        pages = cpu_pages.to_contract(cache.pages[0][first + used], cache.spec.head_dim)
     else:
         pages = cache.pages[layer][used]
-    if cache.spec.implementation in cpu_pages.IMPLEMENTATIONS:
-        pages = cpu_pages.to_contract(pages, cache.spec.head_dim)
     tokens = jnp.swapaxes(pages, 1, 2).reshape(-1, cache.spec.num_kv_heads, 2 * cache.spec.head_dim)[:kv_len]
     return tokens[..., : cache.spec.head_dim], tokens[..., cache.spec.head_dim :]
 

@@ -8,6 +8,7 @@ itself draws (as LLM-QAT, arXiv:2305.17888): no data is needed, and equal weight
 """
 
 from collections.abc import Mapping
+from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -85,9 +86,10 @@ def _sizes(module: ModuleType, config: Any, weights: Any, names: list[str]) -> l
     draw = jax.jit(
         lambda weights, hidden, key: jax.random.categorical(key, module.unembed(config, weights, hidden))
     )
+    forward = jax.jit(partial(module.forward, config))  # else each step would be traced and compiled anew
     for step in range(steps):
         rows = [([token], step, [1 + row]) for row, token in enumerate(ids.tolist())]
-        hidden, cache = module.forward(config, observed, cache, batches.pack(rows, page_size=STEPS))
+        hidden, cache = forward(observed, cache, batches.pack(rows, page_size=STEPS))
         ids = np.asarray(draw(weights, hidden, jax.random.fold_in(key, step)))
     jax.effects_barrier()
     return [np.sqrt(sums[i] / (ROWS * steps)) for i in range(len(names))]

@@ -3,7 +3,7 @@
 Shape letters: T tokens, B rows, D embed_dim, N query heads, K KV heads, H head_dim, F mlp_dim, V vocab.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ from flax import struct
 
 from jaxinfer import attention, layers, quantization
 from jaxinfer.batch import StepBatch
-from jaxinfer.kv_cache import KVCache, KVCacheSpec
+from jaxinfer.kv_cache import KVCache
 from jaxinfer.layers import RopeConfig
 from jaxinfer.models import hf_config
 
@@ -197,25 +197,16 @@ def forward(
         return x, layers.rope_table(config.rope, positions)
 
     x, rope = batch.per_token(embed, batch.token_ids, batch.positions)
-    if kv_cache.spec.one_array:
-        x, kv_cache = attention.loop_over_layers(
-            weights.layers,
-            x,
-            kv_cache,
-            rope,
-            batch,
-            partial(_before_attention, config),
-            partial(_after_attention, config),
-            sm_scale=config.head_dim**-0.5,
-        )
-    else:
-        pages: list[Any] = list(kv_cache.pages)
-        scales: list[Any] = list(kv_cache.scales or [None] * config.num_layers)
-        for i, layer in enumerate(weights.layers):
-            x, pages[i], scales[i] = _layer(config, kv_cache.spec, layer, x, pages[i], scales[i], rope, batch)
-        kv_cache = replace(
-            kv_cache, pages=tuple(pages), scales=None if kv_cache.scales is None else tuple(scales)
-        )
+    x, kv_cache = attention.over_layers(
+        weights.layers,
+        x,
+        kv_cache,
+        rope,
+        batch,
+        partial(_before_attention, config),
+        partial(_after_attention, config),
+        sm_scale=config.head_dim**-0.5,
+    )
     x = batch.per_token(lambda x: layers.rms_norm(x, weights.final_norm, config.rms_norm_eps), x)
     return x, kv_cache
 
@@ -239,16 +230,6 @@ def _after_attention(config: Config, w: LayerWeights, x, out, batch: StepBatch):
         return x + layers.gated_mlp(y, w.gate_proj, w.up_proj, w.down_proj)
 
     return batch.per_token(of, x, out)
-
-
-# An inner jit: equal layers are traced and lowered once.
-@partial(jax.jit, static_argnames=("config", "spec"))
-def _layer(config: Config, spec: KVCacheSpec, w: LayerWeights, x, pages, scales, rope, batch: StepBatch):
-    q, k, v = _before_attention(config, w, x, rope, batch)
-    out, pages, scales = attention.append_and_attend(
-        q, k, v, pages, scales, batch, spec, sm_scale=config.head_dim**-0.5
-    )
-    return _after_attention(config, w, x, out, batch), pages, scales
 
 
 def unembed(config: Config, weights: Weights, x: jax.Array) -> jax.Array:

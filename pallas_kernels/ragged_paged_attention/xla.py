@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import cpu_pages
+from pallas_kernels.quantized_matmul.few_rows import MORE_AXES
 
 CHUNK_TOKENS = 4096  # kv tokens of one turn of the decode loop, with many rows
 ROW_TOKENS = 256  # of these at most per decode row
@@ -28,7 +29,6 @@ TILE_QUERIES = 64  # query tokens of one prefill tile
 CPU_BLOCK_TOKENS, CPU_TILE_QUERIES = 64, 32  # likewise with pages of the CPU layout
 FEW_QUERIES = 4  # per kv head, up to which decode rows take sums of vectors: then a matrix product is as fast
 TERMS, SUMS = 16, 3  # of a sum of vectors: terms that are written out, sums that share what they read
-MORE_AXES = (1, 1, 1, 1, 1)  # nine axes in all: see `quantized_matmul.few_rows`
 MASKED = -1e30  # a score that weighs nothing; finite, since -inf - -inf is NaN
 # The peak before any score: so far over MASKED that exp(MASKED - peak) is 0 also where nothing is visible yet.
 NO_PEAK = MASKED / 2
@@ -73,8 +73,7 @@ def ragged_paged_attention(
         out, lse = _decode(queries[:rows], kv_pages, kv_scales, page_table[:rows], decode_lens, **options)
         if max_q_len > 1:
             is_decode = jnp.arange(num_tokens) < distribution[0]
-            out = jnp.pad(out, ((0, num_tokens - rows), (0, 0), (0, 0), (0, 0)))
-            lse = jnp.pad(lse, ((0, num_tokens - rows), (0, 0), (0, 0)))
+            out, lse = _pad_rows(out, num_tokens), _pad_rows(lse, num_tokens)
             tiles, tiles_lse = prefill(distribution=distribution, max_q_len=max_q_len)
             out = jnp.where(is_decode[:, None, None, None], out, tiles)
             lse = jnp.where(is_decode[:, None, None], lse, tiles_lse)
