@@ -1,19 +1,30 @@
-"""The path of `xla`'s blocks whose result for a query token has the same bits in every batch: slower, on CPU.
+"""Attention on CPU whose result for a query token has the same bits in every batch.
 
-Every row, of one query token or of a thousand, is cut into units of UNIT_QUERIES query tokens. Every unit walks its
-row's blocks of keys from position 0 on, in a group of GROUP_UNITS units: products and reductions have the same shapes
-in all programs, and units are a batch axis of both. A block that only its neighbours need is masked for a unit and
-changes nothing: the peak stays, so the sums decay by exp(0), and what is added is zero. The online softmax is xla's.
+Every token, of a decode row or of a prompt, goes through the pages that it sees by itself, and all these pairs of a
+token and a page stand in one list, token after token, which is worked off TURN_PAIRS at a time as in `xla`'s
+decode. So products and reductions have the same shapes in all programs, and the pairs are a batch axis of both. Where
+a turn begins differs between batches; it must not change a bit:
+
+- What a page adds is computed from that token and page alone, and is added in the order of the positions.
+- The online softmax is one of base 2 whose peak is a whole number. To take a higher peak multiplies the sums so far by
+  a power of 2, which is exact, and so is the factor of a weight: 2^x = 2^(x - floor x) * 2^(floor x - peak).
 """
+
+import math
+from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import cpu_pages
-from pallas_kernels.ragged_paged_attention.xla import CPU_BLOCK_TOKENS, Block, pad_columns, read_block, walk
+from pallas_kernels.ragged_paged_attention.xla import FEW_QUERIES, product, read_block, sums_of_vectors
 
-UNIT_QUERIES = 2  # query tokens of a unit; those that a decode row has not are computed for nothing
-GROUP_UNITS = 16  # units that walk together
+# Of a turn: fewer cost more per token, more cost a lone row more.
+TURN_PAIRS, TURN_TOKENS = 64, 4096
+MASKED = -1e30  # a score that weighs nothing
+NO_PEAK = -1e9  # below any score, and so far over MASKED that 2^(MASKED - NO_PEAK) is 0
+LOG2_E = math.log2(math.e)
 
 
 def ragged_paged_attention(
@@ -35,86 +46,84 @@ def ragged_paged_attention(
     """See the package's docstring. Takes no note of max_q_len: one path serves all rows."""
     num_tokens, num_q_heads, head_dim = q.shape
     num_kv_heads, page_size = cpu_pages.num_kv_heads(kv_pages), cpu_pages.page_size(kv_pages, head_dim)
-    num_rows = page_table.shape[0]
-    block_pages = max(1, CPU_BLOCK_TOKENS // page_size)
-    block = block_pages * page_size  # C
-    page_table = pad_columns(page_table, block_pages)
-    sinks = None
-    if sink_logits is not None:
-        sinks = jnp.repeat(sink_logits.reshape(num_kv_heads, -1), UNIT_QUERIES, axis=1)  # f32[K, M]
+    num_rows, most = page_table.shape
+    queries = q.astype(jnp.float32).reshape(num_tokens, num_kv_heads, -1, head_dim)  # [T, K, G, H]
+    group_size = queries.shape[2]
+    width = max(1, min(TURN_PAIRS, TURN_TOKENS // page_size))  # pairs of a turn, W
+    multiply: Callable[..., jax.Array] = partial(product, dtype=jnp.float32)
+    if group_size <= FEW_QUERIES:
+        multiply = sums_of_vectors
 
-    # Units in the order of the rows, then sorted so that a group ends when its longest unit ends.
-    is_live = (jnp.arange(num_rows) < distribution[2]) & (kv_lens > 0)
-    q_lens = jnp.where(is_live, cu_q_lens[1:] - cu_q_lens[:-1], 0)  # i32[B]
-    unit_ends = jnp.cumsum((q_lens + UNIT_QUERIES - 1) // UNIT_QUERIES)  # i32[B], of the rows up to this one
-    unit_starts = jnp.concatenate([jnp.zeros(1, jnp.int32), unit_ends[:-1]])
-    num_groups = -(-(num_tokens // UNIT_QUERIES + min(num_rows, num_tokens)) // GROUP_UNITS)
-    units = jnp.arange(num_groups * GROUP_UNITS)  # at least as many as rows can be cut into
-    rows = jnp.minimum(jnp.searchsorted(unit_ends, units, side="right", method="compare_all"), num_rows - 1)
-    offsets = (units - unit_starts[rows]) * UNIT_QUERIES  # of a unit's first query token in its row
-    positions = (kv_lens - q_lens)[rows] + offsets  # of it among the row's kv tokens
-    kv_ends = jnp.minimum(positions + UNIT_QUERIES, kv_lens[rows])
-    kv_ends = jnp.where(units < unit_ends[-1], kv_ends, 0)
-    order = jnp.argsort(-kv_ends)
-    firsts = (cu_q_lens[rows] + offsets)[order]  # index in q of a unit's first query token
-    positions, kv_ends, table = positions[order], kv_ends[order], page_table[rows[order]]
+    tokens = jnp.arange(num_tokens)
+    rows = jnp.searchsorted(cu_q_lens[1:], tokens, side="right", method="compare_all")
+    rows = jnp.minimum(rows, num_rows - 1)
+    is_live = (tokens < cu_q_lens[distribution[2]]) & (kv_lens[rows] > 0)
+    positions = kv_lens[rows] - cu_q_lens[rows + 1] + tokens  # i32[T], of a token among its row's
+    starts = jnp.zeros_like(positions)  # the first position that it sees
+    if sliding_window is not None:
+        starts = jnp.maximum(positions + 1 - sliding_window, 0)
+    counts = jnp.where(is_live, positions // page_size + 1 - starts // page_size, 0)
+    ends = jnp.cumsum(counts)  # i32[T], of a token's pairs in the list
 
-    def attend_group(group: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        start = group * GROUP_UNITS
+    def attend_turn(turn: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        pairs = turn * width + jnp.arange(width)
+        token = jnp.searchsorted(ends, pairs, side="right", method="compare_all").astype(jnp.int32)
+        known = jnp.minimum(token, num_tokens - 1)  # behind the end of the list there is none
+        column = pairs - (ends - counts)[known] + starts[known] // page_size  # of the page in its row
+        page_ids = page_table[rows[known], jnp.clip(column, 0, most - 1)]
+        kv_positions = column[:, None] * page_size + jnp.arange(page_size)  # i32[W, page_size]
+        live = (kv_positions >= starts[known][:, None]) & (kv_positions <= positions[known][:, None])
+        live &= (token < num_tokens)[:, None]
+        # The list is in the order of the tokens: those of a turn lie in W entries of the state.
+        place = token - token[0]
+        # A barrier, else each element that is read works this out anew.
+        page_ids, live, known, place = jax.lax.optimization_barrier((page_ids, live, known, place))
 
-        def of_group(x: jax.Array) -> jax.Array:
-            return jax.lax.dynamic_slice_in_dim(x, start, GROUP_UNITS)
-
-        ends = of_group(kv_ends)
-        slots = jnp.arange(UNIT_QUERIES)
-        query_positions = of_group(positions)[:, None] + slots  # i32[W, UNIT_QUERIES]
-
-        def block_of(i: jax.Array) -> Block:
-            kv_positions = i * block + jnp.arange(block)  # i32[C]
-            live = kv_positions < ends[:, None]
-            visible = kv_positions <= query_positions[..., None]  # bool[W, UNIT_QUERIES, C]
-            if sliding_window is not None:
-                live &= kv_positions > query_positions[:, :1] - sliding_window
-                visible &= kv_positions > query_positions[..., None] - sliding_window
-            visible &= live[:, None]
-            page_ids = jax.lax.dynamic_slice(table, (start, i * block_pages), (GROUP_UNITS, block_pages))
-            kv = read_block(kv_pages, kv_scales, page_ids, live, head_dim)
-            group_size = num_q_heads // num_kv_heads
-            return *kv, live, jnp.tile(visible, (1, group_size, 1))[:, None]
-
-        first: jax.Array | int = 0
-        if sliding_window is not None:
-            earliest = jnp.where(ends > 0, query_positions[:, 0], ends.max()).min()
-            first = jnp.maximum(earliest + 1 - sliding_window, 0) // block
-        # Queries that a unit has not are other rows' or the last one: their results are not read.
-        unit_q = q[jnp.minimum(of_group(firsts)[:, None] + slots, num_tokens - 1)]  # [W, UNIT_QUERIES, N, H]
-        unit_q = unit_q.astype(jnp.float32)
-        unit_q = unit_q.transpose(0, 2, 1, 3).reshape(GROUP_UNITS, num_kv_heads, -1, head_dim)  # [W, K, M, H]
-        last = (ends.max() + block - 1) // block
-        out, lse = walk(unit_q, sinks, block_of, first, last, sm_scale, soft_cap)
-        out = out.reshape(GROUP_UNITS, num_q_heads, UNIT_QUERIES, head_dim)
-        lse = lse.reshape(GROUP_UNITS, num_q_heads, UNIT_QUERIES)
-        return (
-            jax.lax.dynamic_update_slice_in_dim(state[0], out, start, 0),
-            jax.lax.dynamic_update_slice_in_dim(state[1], lse, start, 0),
+        k, v, scales = read_block(kv_pages, kv_scales, page_ids[:, None], live, head_dim)
+        scores = multiply(queries[known], k, None)  # f32[W, K, G, page_size]
+        if scales is not None:
+            scores *= scales[:, :, 0, None]
+        scores = _of_base_2(scores * sm_scale, soft_cap)
+        scores = jnp.where(live[:, None, None], scores, MASKED)
+        whole = jnp.floor(scores)
+        peak, total, acc = (jax.lax.dynamic_slice_in_dim(x, token[0], width) for x in state)
+        new_peak = peak.at[place].max(whole.max(axis=-1), mode="drop")
+        weights = jnp.exp2(scores - whole) * _power_of_2(whole - new_peak.at[place].get(mode="clip")[..., None])
+        new = multiply(weights if scales is None else weights * scales[:, :, 1, None], v, live)
+        decay = _power_of_2(peak - new_peak)
+        total = (total * decay).at[place].add(weights.sum(axis=-1), mode="drop")
+        acc = (acc * decay[..., None]).at[place].add(new, mode="drop")
+        return tuple(
+            jax.lax.dynamic_update_slice_in_dim(x, y, token[0], 0)
+            for x, y in zip(state, (new_peak, total, acc), strict=True)
         )
 
-    shape = (len(units), num_q_heads, UNIT_QUERIES)
-    state = (jnp.zeros((*shape, head_dim)), jnp.zeros(shape))
-    live_groups = (unit_ends[-1] + GROUP_UNITS - 1) // GROUP_UNITS
-    unit_out, unit_lse = jax.lax.fori_loop(0, live_groups, attend_group, state)
+    shape = (num_tokens + width, num_kv_heads, group_size)  # so that no turn's entries reach past the end
+    peak, total = jnp.full(shape, NO_PEAK), jnp.zeros(shape)
+    if sink_logits is not None:
+        sinks = _of_base_2(sink_logits.reshape(num_kv_heads, group_size), None)
+        peak = jnp.broadcast_to(jnp.floor(sinks), shape)
+        total = jnp.broadcast_to(jnp.exp2(sinks - jnp.floor(sinks)), shape)
+    num_turns = (ends[-1] + width - 1) // width
+    state = (peak, total, jnp.zeros((*shape, head_dim)))
+    peak, total, acc = (x[:num_tokens] for x in jax.lax.fori_loop(0, num_turns, attend_turn, state))
 
-    # Back to tokens: where each one's unit stands, and where in the unit the token.
-    tokens = jnp.arange(num_tokens)
-    token_rows = jnp.minimum(
-        jnp.searchsorted(cu_q_lens[1:], tokens, side="right", method="compare_all"), num_rows - 1
-    )
-    inside = tokens - cu_q_lens[token_rows]
-    place = jnp.argsort(order)[unit_starts[token_rows] + inside // UNIT_QUERIES]  # i32[T]
-    slot = inside % UNIT_QUERIES
-    has_row = (tokens < cu_q_lens[distribution[2]]) & is_live[token_rows]
-
-    out = jnp.where(has_row[:, None, None], unit_out[place, :, slot], 0.0).astype(q.dtype)  # [T, N, H]
+    out = acc / jnp.where(total > 0, total, 1.0)[..., None]
+    out = jnp.where(is_live[:, None, None], out.reshape(q.shape), 0.0).astype(q.dtype)
     if not return_lse:
         return out
-    return out, jnp.where(has_row[:, None], unit_lse[place, :, slot], -jnp.inf)
+    lse = (peak + jnp.log2(total)).reshape(num_tokens, num_q_heads) / LOG2_E
+    return out, jnp.where(is_live[:, None], lse, -jnp.inf)
+
+
+def _of_base_2(scores: jax.Array, soft_cap: float | None) -> jax.Array:
+    """Scores whose power of 2 is what e to the (capped) scores is."""
+    if soft_cap is not None:
+        scores = soft_cap * jnp.tanh(scores / soft_cap)
+    return scores * LOG2_E
+
+
+def _power_of_2(exponents: jax.Array) -> jax.Array:
+    """2^exponents for whole float32 numbers of at most 0, exactly; 0 below the smallest normal number."""
+    bits = (jnp.maximum(exponents, -127.0).astype(jnp.int32) + 127) << 23
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
