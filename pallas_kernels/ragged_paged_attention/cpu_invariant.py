@@ -88,7 +88,9 @@ def ragged_paged_attention(
         whole = jnp.floor(scores)
         peak, total, acc = (jax.lax.dynamic_slice_in_dim(x, token[0], width) for x in state)
         new_peak = peak.at[place].max(whole.max(axis=-1), mode="drop")
-        weights = jnp.exp2(scores - whole) * _power_of_2(whole - new_peak.at[place].get(mode="clip")[..., None])
+        weights = jnp.exp2(scores - whole) * _power_of_2(
+            whole - new_peak.at[place].get(mode="clip")[..., None]
+        )
         new = multiply(weights if scales is None else weights * scales[:, :, 1, None], v, live)
         decay = _power_of_2(peak - new_peak)
         total = (total * decay).at[place].add(weights.sum(axis=-1), mode="drop")
