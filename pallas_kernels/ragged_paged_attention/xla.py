@@ -4,8 +4,8 @@ pages and blocks of pages, of either page layout (`cpu_pages`).
 Decode rows: the pages of all rows stand in one list, which is worked off CHUNK_TOKENS at a time, whichever rows they
 belong to; what a row has summed so far is one entry of the loop's state (split along the keys as in Flash-Decoding,
 crfm.stanford.edu/2023/10/12/flashdecoding.html). Rows with more query tokens are cut into tiles of queries, each of
-which walks its row's blocks up to the diagonal. Both keep an online softmax (FlashAttention, arXiv:2205.14135) in loops
-whose trip counts are read from kv_lens.
+which walks its row's blocks up to the diagonal; on CPU it takes many at a time of those that need no mask. Both keep an
+online softmax (FlashAttention, arXiv:2205.14135) in loops whose trip counts are read from kv_lens.
 Of bfloat16 queries and pages the products of tiles are bfloat16 with float32 sums, all else is float32.
 What is derived from page_table, kv_lens and cu_q_lens alone is the same expression in every layer: XLA computes it
 once per program.
@@ -14,7 +14,7 @@ once per program.
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,14 +27,25 @@ ROW_TOKENS = 256  # of these at most per decode row
 BLOCK_TOKENS = 128  # kv tokens of one block of the walk (one page, if a page is longer)
 TILE_QUERIES = 64  # query tokens of one prefill tile
 CPU_BLOCK_TOKENS, CPU_TILE_QUERIES = 64, 32  # likewise with pages of the CPU layout
+WIDE_SCORES = 2**19, 2**17  # on CPU, of the blocks that a tile takes side by side where no score is masked
 FEW_QUERIES = 4  # per kv head, up to which decode rows take sums of vectors: then a matrix product is as fast
 TERMS, SUMS = 16, 3  # of a sum of vectors: terms that are written out, sums that share what they read
 MASKED = -1e30  # a score that weighs nothing; finite, since -inf - -inf is NaN
 # The peak before any score: so far over MASKED that exp(MASKED - peak) is 0 also where nothing is visible yet.
 NO_PEAK = MASKED / 2
 
-# k [W, K, H, C], v [W, K, C, H], both scales f32[W, K, 2, C] or None, live bool[W, C], visible bool[W, 1, M or 1, C]
-Block = tuple[jax.Array, jax.Array, jax.Array | None, jax.Array, jax.Array]
+# k [parts, K, H, C], v [1, K, parts * C, H], both scales f32[parts, K, 2, C] or None, live bool[1, parts * C] and
+# visible bool[1, 1, M, C], both None where all is visible
+Block = tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]
+
+
+class Span(NamedTuple):
+    """Blocks [first, last) of a walk, each of so many parts side by side."""
+
+    block_of: Callable[[jax.Array], Block]
+    parts: int
+    first: jax.Array | int
+    last: jax.Array
 
 
 def ragged_paged_attention(
@@ -90,17 +101,18 @@ def read_block(
     kv_pages: jax.Array,
     kv_scales: jax.Array | None,
     page_ids: jax.Array,  # i32[W, pages of a block]
-    live: jax.Array,  # bool[W, C]
+    live: jax.Array | None,  # bool[W, C]; None: all are
     head_dim: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """k, v and scales of a `Block`, V and scales zero where not live (0 x NaN is NaN; scores there are masked)."""
+    """k [W, K, H, C], v [W, K, C, H] and both scales f32[W, K, 2, C], these zero where not live (0 x NaN is NaN)."""
     k, v = cpu_pages.read(kv_pages, page_ids, head_dim)
     if kv_scales is None:
         return k, v, None
     scales = (
         kv_scales.at[page_ids].get(mode="promise_in_bounds").transpose(0, 2, 3, 1, 4)
     )  # [W, K, 2, P, page_size]
-    return k, v, jnp.where(live[:, None, None], scales.reshape(*scales.shape[:3], -1), 0.0)
+    scales = scales.reshape(*scales.shape[:3], -1)
+    return k, v, scales if live is None else jnp.where(live[:, None, None], scales, 0.0)
 
 
 def product(x: jax.Array, y: jax.Array, live: jax.Array | None, dtype: jax.typing.DTypeLike) -> jax.Array:
@@ -139,36 +151,55 @@ def _add_each(left: Sequence[jax.Array], right: Sequence[jax.Array]) -> list[jax
     return [a + b for a, b in zip(left, right, strict=True)]
 
 
-def walk(
-    q: jax.Array,  # [W, K, M, H]: M queries per kv head, of the dtype of products
+def _walk(
+    q: jax.Array,  # [1, K, M, H]: M queries per kv head, of the dtype of products
     sinks: jax.Array | None,  # f32[K, M]
-    block_of: Callable[[jax.Array], Block],
-    first: jax.Array | int,
-    last: jax.Array,
+    spans: Sequence[Span],
     sm_scale: float,
     soft_cap: float | None,
-) -> tuple[jax.Array, jax.Array]:  # f32[W, K, M, H], f32[W, K, M]
-    """Online softmax over the blocks [first, last)."""
+) -> tuple[jax.Array, jax.Array]:  # f32[1, K, M, H], f32[1, K, M]
+    """Online softmax over the blocks of all spans."""
+    shape = q.shape[:3]
     if sinks is None:
-        peak = jnp.full(q.shape[:3], NO_PEAK)
-        total = jnp.zeros(q.shape[:3])
+        peak, total = jnp.full(shape, NO_PEAK), jnp.zeros(shape)
     else:
-        peak = jnp.broadcast_to(sinks, q.shape[:3])
-        total = jnp.ones(q.shape[:3])
+        peak, total = jnp.broadcast_to(sinks, shape), jnp.ones(shape)
 
-    def step(block: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        peak, total, acc = state
-        k, v, scales, live, visible = block_of(block)
-        scores = _scaled(product(q, k, None, q.dtype), scales, 0)
-        scores = _masked(scores, visible, sm_scale, soft_cap)
-        new_peak = jnp.maximum(peak, scores.max(axis=-1))
-        decay = jnp.exp(peak - new_peak)
-        weights = jnp.exp(scores - new_peak[..., None])
-        new = product(_scaled(weights, scales, 1), v, live, q.dtype)
-        return new_peak, total * decay + weights.sum(axis=-1), acc * decay[..., None] + new
+    def attend_span(span: Span, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        queries = jnp.repeat(q, span.parts, axis=0)
 
-    peak, total, acc = jax.lax.fori_loop(first, last, step, (peak, total, jnp.zeros(q.shape)))
-    return _finished(peak, total, acc)
+        def step(i: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            peak, total, acc = state
+            k, v, scales, live, visible = span.block_of(i)
+            products = _scaled(product(queries, k, None, q.dtype), scales, 0)  # f32[parts, K, M, C]
+            scores = _masked(products, visible, sm_scale, soft_cap)
+            if visible is not None:
+                largest = _largest(scores)
+            else:  # scaling and capping keep the order, so the largest product alone takes them: a pass less
+                largest = _masked(_largest(products), None, sm_scale, soft_cap)
+            new_peak = jnp.maximum(peak, largest)
+            decay = jnp.exp(peak - new_peak)
+            weights = jnp.exp(scores - new_peak[..., None])
+            added = weights.sum(axis=-1).sum(axis=0, keepdims=True)
+            weights = _scaled(weights, scales, 1).transpose(1, 2, 0, 3)  # [K, M, parts, C]
+            new = product(weights.reshape(*shape, -1), v, live, q.dtype)
+            return new_peak, total * decay + added, acc * decay[..., None] + new
+
+        return jax.lax.fori_loop(span.first, span.last, step, state)
+
+    state: tuple[jax.Array, ...] = peak, total, jnp.zeros(q.shape)
+    for span in spans:
+        if span.parts == 1:
+            state = attend_span(span, state)
+        else:  # not even its queries are made if it is empty
+            attend = partial(attend_span, span)
+            state = jax.lax.cond(span.first < span.last, attend, lambda state: state, state)
+    return _finished(*state)
+
+
+def _largest(scores: jax.Array) -> jax.Array:
+    """f32[parts, K, M, C] -> f32[1, K, M]."""
+    return scores.max(axis=-1).max(axis=0, keepdims=True)
 
 
 def _scaled(x: jax.Array, scales: jax.Array | None, of: int) -> jax.Array:
@@ -176,11 +207,13 @@ def _scaled(x: jax.Array, scales: jax.Array | None, of: int) -> jax.Array:
     return x if scales is None else x * scales[:, :, of, None]
 
 
-def _masked(scores: jax.Array, visible: jax.Array, sm_scale: float, soft_cap: float | None) -> jax.Array:
+def _masked(
+    scores: jax.Array, visible: jax.Array | None, sm_scale: float, soft_cap: float | None
+) -> jax.Array:
     scores = scores * sm_scale
     if soft_cap is not None:
         scores = soft_cap * jnp.tanh(scores / soft_cap)
-    return jnp.where(visible, scores, MASKED)
+    return scores if visible is None else jnp.where(visible, scores, MASKED)
 
 
 def _finished(peak: jax.Array, total: jax.Array, acc: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -285,6 +318,11 @@ def _prefill(
     q_lens = jnp.where(is_prefill, cu_q_lens[1:] - cu_q_lens[:-1], 0)  # i32[B]
     tile_counts = (q_lens + tile - 1) // tile
     tile_ends = jnp.cumsum(tile_counts)  # i32[B]: tiles of the rows up to and with this one
+    wide: list[int] = []  # blocks side by side
+    if on_cpu:
+        most = page_table.shape[1] // block_pages
+        counts = {min(x // (num_kv_heads * group_size * tile * block), most) for x in WIDE_SCORES}
+        wide = sorted(counts - {0, 1}, reverse=True)
     sinks = None if sinks is None else jnp.repeat(sinks, tile, axis=1)  # f32[K, G * tile]
     q = _pad_rows(q, num_tokens + tile)  # a tile that starts near the end of the batch must not be clamped
 
@@ -308,13 +346,34 @@ def _prefill(
             kv = read_block(kv_pages, kv_scales, page_ids, live[None], head_dim)
             return *kv, live[None], jnp.tile(visible, (group_size, 1))[None, None]
 
+        def wide_block_of(parts: int, start: jax.Array | int, j: jax.Array) -> Block:
+            page_ids = jax.lax.dynamic_slice(
+                page_table, (row, (start + j * parts) * block_pages), (1, parts * block_pages)
+            )
+            k, _, scales = read_block(kv_pages, kv_scales, page_ids.reshape(parts, -1), None, head_dim)
+            _, v, _ = read_block(kv_pages, None, page_ids, None, head_dim)
+            return k, v, scales, None, None
+
+        last = (kv_end + block - 1) // block
         first: jax.Array | int = 0
+        full: jax.Array | int = 0  # the first block that the last query sees all of
         if sliding_window is not None:
             first = jnp.maximum(positions[0] + 1 - sliding_window, 0) // block
+            full = jnp.maximum(positions[-1] + block - sliding_window, 0) // block
+        # Blocks that all queries see all of, as many side by side as there are; then the others one by one.
+        done, spans = full, list[Span]()
+        for parts in wide:
+            num_turns = jnp.maximum((positions[0] + 1) // block - done, 0) // parts
+            spans.append(Span(partial(wide_block_of, parts, done), parts, 0, num_turns))
+            done += num_turns * parts
+
+        def others(j: jax.Array) -> Block:
+            return block_of(jnp.where(j < full, j, j + done - full) if wide else j)
+
+        spans.append(Span(others, 1, first, last - (done - full)))
         tile_q = jax.lax.dynamic_slice_in_dim(q, start, tile)  # [tile, K, G, H]
         tile_q = tile_q.transpose(1, 2, 0, 3).reshape(1, num_kv_heads, group_size * tile, head_dim)
-        last = (kv_end + block - 1) // block
-        new, new_lse = walk(tile_q, sinks, block_of, first, last, sm_scale, soft_cap)
+        new, new_lse = _walk(tile_q, sinks, spans, sm_scale, soft_cap)
         new = new.reshape(num_kv_heads, group_size, tile, head_dim).transpose(2, 0, 1, 3)
         new_lse = new_lse.reshape(num_kv_heads, group_size, tile).transpose(2, 0, 1)
         mine = (offset + jnp.arange(tile) < q_len)[:, None, None]  # the rest belongs to the next row

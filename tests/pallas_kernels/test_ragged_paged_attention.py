@@ -119,6 +119,28 @@ def test_xla_walks_several_tiles_and_blocks(
 
 
 @pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"sliding_window": 250, "sinks": True},
+        {"sliding_window": 40},
+        {"soft_cap": 5.0, "dtype": "bfloat16", "kv_dtype": "bfloat16"},
+        {"sliding_window": 190, "kv_dtype": "int8"},
+    ],
+)
+def test_cpu_takes_blocks_that_need_no_mask_side_by_side(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Turns of four blocks, of two and of one, among them those that a window cuts at its start."""
+    monkeypatch.setattr(xla, "WIDE_SCORES", (4 * 2 * 64 * 64, 2 * 2 * 64 * 64))
+    case = Case("wide", 4, 2, 64, 16, (1, 70, 33), (40, 583, 385), pad_tokens=3, **options)
+    inputs = make_inputs(case, seed=3)
+    expected, expected_lse = numpy_attention(inputs)
+    out, lse = attend(**inputs, return_lse=True, implementation="cpu")
+    assert_close(case, out, lse, expected, expected_lse, largest_rounded("cpu", inputs))
+
+
+@pytest.mark.parametrize(
     ("dtype", "options"),
     [("float32", {}), ("bfloat16", {"sliding_window": 37, "soft_cap": 5.0, "sinks": True})],
 )
