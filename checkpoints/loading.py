@@ -8,6 +8,7 @@ import logging
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -21,7 +22,10 @@ logger = logging.getLogger(__name__)
 
 # Rows are read and converted in pieces of this many elements, so that the float32 form of a large quantized
 # matrix never exists as a whole: it alone would break the 1.3x bound on the peak while loading.
-CHUNK_ELEMENTS = 1 << 20
+CHUNK_ELEMENTS = 1 << 19
+THREADS = (
+    2  # that read and convert tensors at the same time: numpy leaves the interpreter to others meanwhile
+)
 
 # Tensors that older exporters wrote although they can be computed from the config.
 IGNORED_TENSORS = re.compile(r"(?:^|\.)rotary_emb\.inv_freq$")
@@ -128,21 +132,24 @@ def load_weights(
     Tensors that the file stores with one axis (norms, biases) become float32, all others `dtype`. `sharding`
     is None (the default device), one `jax.sharding.Sharding` for every leaf, or a tree of them like the
     weights. `transform(leaf name, array, source)` makes what stands in the tree of each leaf as it comes (quantized,
-    say: the whole model in `dtype` never exists). Peak host memory is the loaded weights plus a few chunks; on CPU the
-    arrays that are filled here are the weights (no second copy).
+    say: the whole model in `dtype` never exists), on one of THREADS threads. Peak host memory is the loaded weights
+    plus a few chunks; on CPU the arrays that are filled here are the weights (no second copy).
 
     Raises CheckpointError naming all tensors that are missing, have no place in the model or a wrong shape.
     """
     leaves, treedef = weight_leaves(model_module, config)
     sources = _match(checkpoint, model_module.HF_NAMES, leaves)
     shardings = leaf_shardings(sharding, leaves, treedef)
-    arrays = []
-    for leaf, leaf_sharding in zip(leaves, shardings, strict=True):
+
+    def load(leaf: str, leaf_sharding: Any) -> Any:
         source = sources[leaf]
         wanted = np.dtype(np.float32) if len(source.shape) == 1 else np.dtype(dtype)
         host = _read_as(source, wanted).reshape(leaves[leaf].shape)
         # Wait for the copy to an accelerator, or host buffers of many tensors would be alive at once.
-        arrays.append(jax.block_until_ready(transform(leaf, jax.device_put(host, leaf_sharding), source)))
+        return jax.block_until_ready(transform(leaf, jax.device_put(host, leaf_sharding), source))
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        arrays = list(pool.map(load, leaves, shardings))
     return jax.tree.unflatten(treedef, arrays)
 
 

@@ -4,8 +4,9 @@ import atexit
 import ctypes
 import logging
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from typing import Any
 
 from jaxinfer.step import Program, Programs
 
@@ -18,7 +19,8 @@ class BackgroundCompiler:
     Args:
       programs: where they are kept.
       jobs: (program, arguments of its shapes), the most urgent first. Shapes, not arrays: steps give theirs away.
-      hold: after the first program nothing is compiled until `release`.
+      hold: the interpreter is the caller's: the first program is traced here and now, and then nothing until
+        `release`. Two threads that want the interpreter take it from each other every 5 ms.
     """
 
     def __init__(
@@ -26,6 +28,9 @@ class BackgroundCompiler:
     ) -> None:
         self._programs, self._jobs = programs, list(jobs)
         self._stopped, self._released = threading.Event(), threading.Event()
+        self._begun: Callable[[], Any] | None = None  # the second half of the first program
+        if hold and self._jobs:
+            self._begun = self._attempt(self._jobs[0][0], programs.begin, *self._jobs[0])
         if not hold:
             self.release()
         self._thread = threading.Thread(target=self._run, name="jaxinfer-compile", daemon=True)
@@ -34,16 +39,21 @@ class BackgroundCompiler:
         self._thread.start()
 
     def _run(self) -> None:
-        for i, (program, arguments) in enumerate(self._jobs):
-            if i > 0:
-                self._released.wait()
+        if self._begun is not None:
+            self._attempt(self._jobs[0][0], self._begun)
+        self._released.wait()
+        for program, arguments in self._jobs:
             if self._stopped.is_set():
                 return
-            try:
-                self._programs.get(program, arguments)
-            except Exception as error:  # the step that needs the program will raise it where it is seen
-                logger.warning("compiling %s behind the steps failed: %s", program, error)
+            self._attempt(program, self._programs.get, program, arguments)
         give_back_memory()
+
+    def _attempt(self, program: Program, function: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return function(*arguments)
+        except Exception as error:  # the step that needs the program will raise it where it is seen
+            logger.warning("compiling %s behind the steps failed: %s", program, error)
+            return None
 
     @property
     def under_way(self) -> bool:

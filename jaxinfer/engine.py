@@ -112,9 +112,10 @@ class Engine:
     `bad_word_ids(text)` turns a bad word into the token id sequences to be banned; it is needed only for
     requests that have bad words.
 
-    With `compile_first` the prefill of a short prompt is compiled on a thread from here on. `weights` are their shapes
-    then (`jax.ShapeDtypeStruct` leaves), while they are read: before the first step `take_weights` must have them. Only
-    then the decode of one row is compiled, since tracing and reading weights both want the interpreter.
+    With `compile_first` the prefill of a short prompt is traced here, and compiled on a thread from here on. `weights`
+    are their shapes then (`jax.ShapeDtypeStruct` leaves), while they are read: before the first step `take_weights`
+    must have them. Only then the decode of one row is traced and compiled: tracing and reading weights both want the
+    interpreter.
     """
 
     def __init__(

@@ -427,6 +427,15 @@ class Programs:
           RuntimeError: the engine is warm and strict, and `program` is none of its buckets.
           ValueError: a saved program was compiled from other settings.
         """
+        return self.begin(program, arguments)()
+
+    def begin(self, program: Program, arguments: tuple) -> Callable[[], Callable[..., Any]]:
+        """The first half of `get`: traces and lowers `program`, which takes the interpreter.
+
+        Returns:
+          the second half, which compiles or loads it and leaves the interpreter to others: to be called once, on any
+          thread, since whoever asks for the program waits for it.
+        """
         with self._lock:
             known = self._programs.get(program)
             if known is None:
@@ -434,16 +443,28 @@ class Programs:
                     self._late(program)
                 future = self._programs[program] = Future()
         if known is not None:
-            return known.result()
-        try:
-            jitted = self._jit(program, arguments)
-            future.set_result(self._make(str(program), jitted, arguments, self.identity(program, arguments)))
-        except BaseException as error:
-            with self._lock:
-                del self._programs[program]  # whoever asks next tries again
-            future.set_exception(error)
-            raise
-        return future.result()
+            return known.result
+
+        def half(function: Callable[..., Any], *args: Any) -> Any:
+            try:
+                return function(*args)
+            except BaseException as error:
+                with self._lock:
+                    del self._programs[program]  # whoever asks next tries again
+                future.set_exception(error)
+                raise
+
+        def lower() -> Callable[[], Callable[..., Any]]:
+            identity = self.identity(program, arguments)
+            return self._lower(str(program), self._jit(program, arguments), arguments, identity)
+
+        compile_ = half(lower)
+
+        def finish() -> Callable[..., Any]:
+            future.set_result(half(compile_))
+            return future.result()
+
+        return finish
 
     def compiled(self) -> dict[Program, Callable[..., Any]]:
         """The executables that are there by now."""
@@ -456,7 +477,7 @@ class Programs:
                 layouts = _layouts(arguments, lambda pages: pages)
                 jitted = jax.jit(function, donate_argnums=0, keep_unused=True, **layouts)
                 identity = saved_programs.identity(function.__name__, arguments)
-                self._helpers[function] = self._make(function.__name__, jitted, arguments, identity)
+                self._helpers[function] = self._lower(function.__name__, jitted, arguments, identity)()
             return self._helpers[function]
 
     def identity(self, program: Program, arguments: tuple) -> str:
@@ -469,15 +490,23 @@ class Programs:
     def num_helpers(self) -> int:
         return len(self._helpers)
 
-    def _make(self, name: str, jitted: Any, arguments: tuple, identity: str) -> Callable[..., Any]:
+    def _lower(
+        self, name: str, jitted: Any, arguments: tuple, identity: str
+    ) -> Callable[[], Callable[..., Any]]:
+        """What then makes the executable."""
         loaded = self._saved and self._saved.load(name, identity, jitted, arguments)
-        return loaded or self._compile(name, jitted, arguments)
-
-    def _compile(self, name: str, jitted: Any, arguments: tuple) -> Callable[..., Any]:
+        if loaded:
+            return lambda: loaded
         start = time.perf_counter()
         with jax.default_matmul_precision(self._precision or "default"):
-            compiled = jitted.lower(*arguments).compile(compiler_options=self._compiler_options)
-        seconds = time.perf_counter() - start
+            lowered = jitted.lower(*arguments)
+        return partial(self._compile, name, lowered, time.perf_counter() - start)
+
+    def _compile(self, name: str, lowered: Any, seconds: float) -> Callable[..., Any]:
+        """Adds the `seconds` that it took to be lowered to those that it takes here."""
+        start = time.perf_counter()
+        compiled = lowered.compile(compiler_options=self._compiler_options)
+        seconds += time.perf_counter() - start
         self.compile_seconds += seconds  # of all threads together
         logger.info("compiled %s in %.2f s", name, seconds)
         return compiled

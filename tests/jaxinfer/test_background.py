@@ -23,12 +23,16 @@ A, B = (Program("decode", rows, rows) for rows in (1, 2))
 
 
 class Made(Programs):
-    """Programs that are made by waiting: `begun` says which, and each waits until it is let go."""
+    """Programs that are made by waiting: `begun` says which, and each waits until it is let go.
+
+    `lowered` says which were lowered, and on which thread.
+    """
 
     def __init__(self) -> None:
         model, config, _ = load(NAME)
         super().__init__(model, config)
         self.begun: list[str] = []
+        self.lowered: list[tuple[str, str]] = []
         self.started, self.go, self.error = threading.Event(), threading.Event(), None
 
     def identity(self, program, arguments):
@@ -37,13 +41,18 @@ class Made(Programs):
     def _jit(self, program, arguments):
         return None
 
-    def _make(self, name, jitted, arguments, identity):
-        self.begun.append(name)
-        self.started.set()
-        assert self.go.wait(30)
-        if self.error is not None:
-            raise self.error
-        return lambda: name
+    def _lower(self, name, jitted, arguments, identity):
+        self.lowered.append((name, threading.current_thread().name))
+
+        def compile_():
+            self.begun.append(name)
+            self.started.set()
+            assert self.go.wait(30)
+            if self.error is not None:
+                raise self.error
+            return lambda: name
+
+        return compile_
 
 
 def test_a_step_waits_for_the_program_under_way_and_nothing_is_compiled_twice():
@@ -74,6 +83,31 @@ def test_what_is_held_back_begins_when_it_is_released_and_ends_with_a_stop():
     held = BackgroundCompiler(waiting, [(A, ()), (B, ())], hold=True)
     held.close()
     assert waiting.begun in ([], [str(A)])
+
+
+def test_of_what_is_held_back_the_first_is_lowered_by_the_caller_and_compiled_behind_it():
+    programs, caller = Made(), threading.current_thread().name
+    background = BackgroundCompiler(programs, [(A, ()), (B, ())], hold=True)
+    assert programs.lowered == [(str(A), caller)] and not programs.compiled()
+    programs.go.set()
+    assert programs.get(A, ())() == str(A)
+    background.release()
+    background._thread.join(30)
+    assert programs.lowered == [(str(A), caller), (str(B), "jaxinfer-compile")]
+    background.close()
+
+
+def test_a_program_that_cannot_be_lowered_is_said_and_left_to_the_step_that_needs_it(caplog):
+    programs = Made()
+    programs.go.set()
+    programs._lower = lambda *arguments: 1 / 0  # type: ignore[method-assign]
+    background = BackgroundCompiler(programs, [(A, ())], hold=True)
+    background.close()
+    assert "division by zero" in caplog.text
+    with pytest.raises(ZeroDivisionError):
+        programs.get(A, ())
+    del programs._lower
+    assert programs.get(A, ())() == str(A)
 
 
 def test_a_failure_is_raised_to_the_step_that_waits_and_the_next_one_tries_again(caplog):
