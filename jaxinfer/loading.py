@@ -229,13 +229,12 @@ def with_packed(
     if choice.value == "full":
         return found, None
 
-    pack = jax.jit(quantization.pack)
-
     def transform(name: str, leaf: jax.Array, source: TensorSource | None) -> Any:
         if source is None or source.read_blocks is None:
             return leaf
         blocks = source.read_blocks()
-        return pack(leaf, blocks.codes, blocks.scale, blocks.offset)
+        # numpy's views: they are put in order on the way to the device, and nothing is traced or compiled.
+        return jax.device_put(quantization.pack(leaf, blocks.codes, blocks.scale, blocks.offset))
 
     def refuse(weights: Any) -> Any:
         raise ValueError(
@@ -243,6 +242,7 @@ def with_packed(
             "with other weights"
         )
 
+    pack = jax.jit(quantization.pack)  # layers of equal shapes are traced once
     leaves = [
         jax.eval_shape(pack, leaf, blocks[name].codes, blocks[name].scale, blocks[name].offset)
         if name in blocks
