@@ -14,6 +14,10 @@ import numpy as np
 
 from jaxinfer import quantization
 
+# Where `gated_mlp` has a token per column, on CPU in bfloat16 (LOG.md, 2026-11-30): from so many tokens on, with
+# matrices of at most so many weights, which stay in the cache while blocks of tokens come by.
+COLUMNS_FROM, COLUMNS_SIZE = 32, 2 << 20
+
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     """Root mean square norm over the last axis (Zhang and Sennrich, 2019), computed in float32.
@@ -82,9 +86,20 @@ def _keep(*arrays: jax.Array) -> tuple[jax.Array, ...]:
 
 def apply_rope(x: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
     """Rotate x [T, heads, H] by `table`; pairs are (i, i + H / 2), as Hugging Face checkpoints have them."""
-    cos, sin = (t[:, None, :] for t in table)
+    # XLA:CPU writes the halves, what joins them, and that rounded, each to memory: there the halves are rounded before.
+    return jax.lax.platform_dependent(
+        x,
+        *table,
+        cpu=partial(_rotate, halves_dtype=x.dtype),
+        default=partial(_rotate, halves_dtype=jnp.float32),
+    )
+
+
+def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, halves_dtype: Any) -> jax.Array:
+    cos, sin = cos[:, None, :], sin[:, None, :]
     low, high = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1).astype(x.dtype)
+    halves = low * cos - high * sin, high * cos + low * sin
+    return jnp.concatenate([half.astype(halves_dtype) for half in halves], axis=-1).astype(x.dtype)
 
 
 def project_heads(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
@@ -107,6 +122,19 @@ def gated_mlp(x: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> 
       gate, up: weight leaves [F, D].
       down: weight leaf [D, F].
     """
+    plain = [quantization.plain_matrix(weight, x.shape[0]) for weight in (gate, up, down)]
+    if (
+        x.shape[0] >= COLUMNS_FROM
+        and x.dtype == jnp.bfloat16
+        and all(
+            matrix is not None and matrix.dtype == x.dtype and matrix.size <= COLUMNS_SIZE for matrix in plain
+        )
+    ):
+        return jax.lax.platform_dependent(x, *plain, cpu=_gated_mlp_of_columns, default=_gated_mlp)
+    return _gated_mlp(x, gate, up, down)
+
+
+def _gated_mlp(x: jax.Array, gate: Any, up: Any, down: Any) -> jax.Array:
     halves = (quantization.project(x, weight, out_dtype=jnp.float32) for weight in (gate, up))
     # XLA:CPU rounds to bfloat16 after each operation of silu, in several instructions: there it is all in float32.
     hidden = jax.lax.platform_dependent(
@@ -115,6 +143,19 @@ def gated_mlp(x: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> 
         default=partial(_gated, compute_dtype=x.dtype, out_dtype=x.dtype),
     )
     return quantization.project(hidden, down)
+
+
+def _gated_mlp_of_columns(x: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+    """The same with a token per column in between, from plain matrices.
+
+    XLA:CPU's products bring their second operand into another order first, which costs less for x than for a weight.
+    """
+    dot = partial(jax.lax.dot_general, preferred_element_type=jnp.float32)
+    gate, up = (dot(weight, x, (((1,), (1,)), ((), ()))) for weight in (gate, up))  # f32[F, T]
+    hidden = _gated(gate, up, compute_dtype=jnp.float32, out_dtype=x.dtype)
+    out = dot(down, hidden, (((1,), (0,)), ((), ())))  # f32[D, T]
+    # Without the barrier XLA turns the product around again.
+    return jax.lax.optimization_barrier(out).T.astype(x.dtype)
 
 
 def _gated(gate: jax.Array, up: jax.Array, compute_dtype: Any, out_dtype: Any) -> jax.Array:

@@ -104,23 +104,23 @@ def project(
     else:
         weight = weight.reshape(-1, size).astype(x.dtype)
         if x.shape[0] == 1 and x.dtype == jnp.bfloat16:
-            result = jax.lax.platform_dependent(x, weight, cpu=_one_row, default=_dot)
+            result = jax.lax.platform_dependent(x, weight, cpu=few_rows.one_row_matmul, default=_dot)
         else:
             result = _dot(x, weight)
         result = result.astype(out_dtype)
     return result.reshape(*leading, *out)
 
 
+def plain_matrix(weight: Any, num_rows: int) -> jax.Array | None:
+    """The array that `project` multiplies so many rows by as it is, or None: it multiplies in another way."""
+    if isinstance(weight, PackedMatrix) and num_rows > few_rows.MAX_ROWS:
+        return weight.matrix
+    return None if isinstance(weight, (QuantizedTensor, PackedMatrix, ObservedMatrix)) else weight
+
+
 def _dot(x: jax.Array, weight: jax.Array) -> jax.Array:
     """x [T, D] times the transposed weight [F, D]: f32[T, F]."""
     return jax.lax.dot_general(x, weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-
-
-def _one_row(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """The same for T = 1. XLA:CPU multiplies one row of bfloat16 in a plain loop, ten times as slow (LOG.md)."""
-    # Inside a loop over steps XLA would widen the weight before the loop, and so read float32 in it.
-    x, weight = jax.lax.optimization_barrier((x, weight))
-    return jnp.sum(weight.astype(jnp.float32) * x.astype(jnp.float32), axis=-1)[None]
 
 
 def take(weight: jax.Array | PackedMatrix, ids: jax.Array) -> jax.Array:

@@ -6,11 +6,15 @@ largest), and some more rows a multiplication and a sum, which it fuses with the
 Weights that groups scale are widened: neither way pays there.
 """
 
+import math
+from functools import reduce
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.quantized_matmul.reference import INT8_MAX, quantize_rows, widen
+from pallas_kernels.quantized_matmul.few_rows import one_row_matmul
+from pallas_kernels.quantized_matmul.reference import INT8_MAX, largest_of_rows, quantize_rows, widen
 
 CPU_INT8_ROWS = 8  # up to so many rows are multiplied as int8 parts
 CPU_FUSED_ROWS = 64  # and up to so many by multiplying and summing
@@ -18,6 +22,7 @@ NUM_PARTS = 3
 PART_STEP = (
     2 * INT8_MAX
 )  # a part's unit over the next one's: what a part leaves, at most half, fills the next
+SLICES = 8  # of a row, whose largest values are found side by side
 
 
 def quantized_matmul(
@@ -31,9 +36,12 @@ def quantized_matmul(
 ) -> jax.Array:
     """See the package's docstring."""
     if w8a8 is not None:
-        x8, x_scale = quantize_rows(x)
-        if w8a8 == "int8":
-            sums = _int8_dot(x8, qvalue).astype(jnp.float32)
+        amax = lax.platform_dependent(x, cpu=_largest_of_slices, default=largest_of_rows)
+        x8, x_scale = quantize_rows(x, amax)
+        if w8a8 == "int8" and x.shape[0] == 1:
+            sums = lax.platform_dependent(x8, qvalue, cpu=one_row_matmul, default=_int8_dot_in_float32)
+        elif w8a8 == "int8":
+            sums = _int8_dot_in_float32(x8, qvalue)
         else:
             sums = _dot(x8.astype(jnp.bfloat16), qvalue.astype(jnp.bfloat16))
         return (sums * x_scale * scale.T).astype(out_dtype)
@@ -46,6 +54,15 @@ def quantized_matmul(
     else:
         sums = _widened_dot(x, qvalue)
     return (sums * scale.T).astype(out_dtype)
+
+
+def _largest_of_slices(x: jax.Array) -> jax.Array:
+    """`largest_of_rows` in two passes: the first is plain vector instructions, and reads x as it is.
+
+    XLA:CPU has its library find the largest of a row, from a copy of x in float32 that it writes to memory first.
+    """
+    slices = jnp.split(jnp.abs(x.astype(jnp.float32)), math.gcd(x.shape[1], SLICES), axis=1)
+    return lax.optimization_barrier(reduce(jnp.maximum, slices)).max(axis=1, keepdims=True)
 
 
 def _dot_of_parts(x: jax.Array, qvalue: jax.Array) -> jax.Array:
@@ -75,6 +92,10 @@ def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
     """a [M, D] times the transposed b [N, D] in float32, which means float32 on every chip."""
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     return lax.dot_general(a, b, (((1,), (1,)), ((), ())), precision, jnp.float32)
+
+
+def _int8_dot_in_float32(a: jax.Array, b: jax.Array) -> jax.Array:
+    return _int8_dot(a, b).astype(jnp.float32)
 
 
 def _int8_dot(a: jax.Array, b: jax.Array) -> jax.Array:

@@ -130,11 +130,12 @@ def test_angles_are_computed_once_for_all_layers(tiny):
     assert text.count(" cosine(") == text.count(" sine(") == 1
 
 
-def test_the_gated_mlp_rounds_to_bfloat16_once_before_its_last_product():
+@pytest.mark.parametrize("num_tokens", [6, layers.COLUMNS_FROM])
+def test_the_gated_mlp_rounds_to_bfloat16_once_before_its_last_product(num_tokens):
     """On CPU: silu and the product of the halves are in float32. The last matrix is the identity."""
     rng = np.random.default_rng(0)
     x, gate, up = (
-        jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in ((6, 32), (48, 32), (48, 32))
+        jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in ((num_tokens, 32), (48, 32), (48, 32))
     )
     got = layers.gated_mlp(x, gate, up, jnp.eye(48, dtype=jnp.bfloat16))
     x, gate, up = (np.asarray(a, np.float64) for a in (x, gate, up))

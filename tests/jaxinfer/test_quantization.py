@@ -81,14 +81,15 @@ def test_products_of_one_input_quantize_it_once():
     assert len(re.findall(r"= s8\[5,24\]\S* convert\(", compiled.as_text())) == 1
 
 
+@pytest.mark.parametrize("size", [300, 576, 1536, 64 * 37])
 @pytest.mark.parametrize("rows", [1, 2])
-def test_products_of_one_row_of_bfloat16_are_those_of_many(rows):
+def test_products_of_one_row_of_bfloat16_are_those_of_many(rows, size):
     """One row takes a way of its own on CPU. Sums of D terms in float32: D units of 2**-24 of the terms' sum."""
-    x, weight = random((rows, 300), 1), random((50, 300), 2)
+    x, weight = random((rows, size), 1), random((50, size), 2)
     x, weight = (jnp.asarray(a, jnp.bfloat16) for a in (x, weight))
     got = quantization.project(x, weight, out_dtype=jnp.float32)
     exact = [np.asarray(a, np.float64) for a in (x, weight)]
-    bound = 300 * 2.0**-24 * (np.abs(exact[0]) @ np.abs(exact[1]).T)
+    bound = size * 2.0**-24 * (np.abs(exact[0]) @ np.abs(exact[1]).T)
     assert got.dtype == jnp.float32 and got.shape == (rows, 50)
     assert (np.abs(got - exact[0] @ exact[1].T) <= bound).all()
 

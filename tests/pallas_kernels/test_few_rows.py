@@ -111,3 +111,13 @@ def test_any_number_of_outputs_falls_into_tiles(outputs):
 def test_what_does_not_fit_is_refused(tiles, x, says):
     with pytest.raises(ValueError, match=says):
         few_rows.few_rows_matmul(jnp.zeros(x), tiles, jnp.zeros((2, 8), jnp.float16))
+
+
+@pytest.mark.parametrize("size", [100, 576, 1536, 64 * 37])
+def test_one_row_times_int8_is_exact_while_sums_fit_float32(size):
+    """Of codes below 32 every partial sum is a whole number below 2**24."""
+    rng = np.random.default_rng(0)
+    x, weight = rng.integers(-31, 32, (1, size)), rng.integers(-31, 32, (40, size))
+    got = jax.jit(few_rows.one_row_matmul)(jnp.asarray(x, jnp.int8), jnp.asarray(weight, jnp.int8))
+    assert got.dtype == jnp.float32
+    np.testing.assert_array_equal(got, x @ weight.T)
