@@ -95,6 +95,7 @@ class _InFlight(NamedTuple):
     pieces: list[PromptPiece]
     record: StepRecord
     done: SimpleQueue[float] | None  # gets the time at which the device is done, with a recording
+    first_run: bool  # of its program
 
 
 def helper_arguments(cache: KVCache, rows: RowState) -> dict[Callable[..., Any], tuple]:
@@ -148,6 +149,7 @@ class Engine:
             saved=config.saved_programs,
         )
         self._processor_args = ProcessorArgs(config.logits_processor_args)
+        self._run_before: set[Program] = set()
         self._first: BackgroundCompiler | None = None  # of what a first prompt needs
         self._background: BackgroundCompiler | None = None  # of the rest
         self._cache, self._rows = jax.eval_shape(self._init_cache), jax.eval_shape(self._init_rows)
@@ -415,7 +417,9 @@ class Engine:
             compile_s=compile_s,
         )
         done = None if self.recording is None else self.recording.watch(output.sampled.tokens)
-        self._in_flight.append(_InFlight(scheduled, output.sampled, pieces, record, done))
+        first_run = program not in self._run_before
+        self._run_before.add(program)
+        self._in_flight.append(_InFlight(scheduled, output.sampled, pieces, record, done, first_run))
 
     def _pack(self, program: Program, rows: list, **per_row: Any) -> StepBatch:
         return batches.pack(
@@ -506,7 +510,7 @@ class Engine:
         return DecodeLimits(end_ids=end_ids, end_from=end_from, last_position=last_position)  # type: ignore[arg-type]
 
     def _commit(self, in_flight: _InFlight) -> list[Advance]:
-        scheduled, output, pieces, record, done = in_flight
+        scheduled, output, pieces, record, done, first_run = in_flight
         record.late, record.read = output.tokens.is_ready(), self.clock()  # type: ignore[attr-defined]
         # The one read of a step; arrays [k, B, ...] of what was drawn, [S, ...] of prompt tokens.
         host: SampleOutput
@@ -535,6 +539,8 @@ class Engine:
         self._account(scheduled, accepted, record)
         if self._background is None and self.config.background_compile and any(accepted):
             self._compile_behind(self._sampling[0]["variant"])
+        if first_run:  # in which XLA:CPU makes its kernels, and frees 30 MB that it needed for that
+            give_back_memory()
         return advances
 
     def _account(self, scheduled: ScheduledStep, accepted: list[int], record: StepRecord) -> None:

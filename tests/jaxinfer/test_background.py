@@ -170,6 +170,17 @@ def test_what_a_first_prompt_needs_is_compiled_while_its_weights_are_read():
     assert set(engine.programs.compiled()) == first
 
 
+def test_what_a_first_run_frees_is_given_back_once_for_each_program(monkeypatch):
+    calls: list[int] = []
+    monkeypatch.setattr("jaxinfer.engine.give_back_memory", lambda: calls.append(1))
+    engine = make_engine(NAME)
+    generate(engine, ([5, 6, 7], greedy_params(9, ignore_eos=True)))
+    drain(engine)
+    assert len(calls) == len(engine.programs) == 2
+    generate(engine, ([8, 9, 4], greedy_params(9, ignore_eos=True)))
+    assert len(calls) == 2
+
+
 SHORT = """
 import sys
 sys.path.append("tests")
