@@ -14,9 +14,10 @@ import numpy as np
 
 from jaxinfer import quantization
 
-# Where `gated_mlp` has a token per column, on CPU in bfloat16 (LOG.md, 2026-11-30): from so many tokens on, with
-# matrices of at most so many weights, which stay in the cache while blocks of tokens come by.
-COLUMNS_FROM, COLUMNS_SIZE = 32, 2 << 20
+# Where `gated_mlp` has a token per column, on CPU in bfloat16 (LOG.md, 2026-11-30): with a multiple of so many tokens,
+# whole blocks of the library's products, and with matrices of at most so many weights, which stay in the cache while
+# blocks of tokens come by.
+COLUMNS, COLUMNS_SIZE = 64, 2 << 20
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
@@ -124,7 +125,7 @@ def gated_mlp(x: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> 
     """
     plain = [quantization.plain_matrix(weight, x.shape[0]) for weight in (gate, up, down)]
     if (
-        x.shape[0] >= COLUMNS_FROM
+        x.shape[0] % COLUMNS == 0
         and x.dtype == jnp.bfloat16
         and all(
             matrix is not None and matrix.dtype == x.dtype and matrix.size <= COLUMNS_SIZE for matrix in plain

@@ -130,7 +130,7 @@ def test_angles_are_computed_once_for_all_layers(tiny):
     assert text.count(" cosine(") == text.count(" sine(") == 1
 
 
-@pytest.mark.parametrize("num_tokens", [6, layers.COLUMNS_FROM])
+@pytest.mark.parametrize("num_tokens", [6, layers.COLUMNS])
 def test_the_gated_mlp_rounds_to_bfloat16_once_before_its_last_product(num_tokens):
     """On CPU: silu and the product of the halves are in float32. The last matrix is the identity."""
     rng = np.random.default_rng(0)
