@@ -176,7 +176,7 @@ def test_what_a_first_run_frees_is_given_back_once_for_each_program(monkeypatch)
     engine = make_engine(NAME)
     generate(engine, ([5, 6, 7], greedy_params(9, ignore_eos=True)))
     drain(engine)
-    assert len(calls) == len(engine.programs) == 2
+    assert len(calls) == 2  # a prefill and a decode
     generate(engine, ([8, 9, 4], greedy_params(9, ignore_eos=True)))
     assert len(calls) == 2
 
