@@ -312,7 +312,11 @@ def _prefill(
     block_pages = max(1, (CPU_BLOCK_TOKENS if on_cpu else BLOCK_TOKENS) // page_size)
     block = block_pages * page_size  # C
     page_table = pad_columns(page_table, block_pages)
-    tile = min(CPU_TILE_QUERIES if on_cpu else TILE_QUERIES, max_q_len)
+    tile = TILE_QUERIES
+    if on_cpu:
+        # A program of few tokens is one for latency, in which decode rows leave a prompt fewer than a tile of them.
+        tile = CPU_TILE_QUERIES if max_q_len >= 2 * CPU_TILE_QUERIES else CPU_TILE_QUERIES // 2
+    tile = min(tile, max_q_len)
     row_ids = jnp.arange(num_rows)
     is_prefill = (row_ids >= distribution[0]) & (row_ids < distribution[2]) & (kv_lens > 0)
     q_lens = jnp.where(is_prefill, cu_q_lens[1:] - cu_q_lens[:-1], 0)  # i32[B]
