@@ -418,7 +418,11 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--starts", type=int, default=3, help="start: how many from the cache")
     parser.add_argument("--prompt", type=int, default=4096, help="latency: tokens of the long prompt")
     parser.add_argument(
-        "--budgets", type=int, nargs="+", default=[512, 64, 48], help="latency: max_num_batched_tokens, compared"
+        "--budgets",
+        type=int,
+        nargs="+",
+        default=[512, 64, 48],
+        help="latency: max_num_batched_tokens, compared",
     )
     parser.add_argument("--questions", type=int, default=QUESTIONS, help="prefix: how many")
     args = parser.parse_args(arguments)
