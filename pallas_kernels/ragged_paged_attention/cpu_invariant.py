@@ -64,6 +64,7 @@ def ragged_paged_attention(
         starts = jnp.maximum(positions + 1 - sliding_window, 0)
     counts = jnp.where(is_live, positions // page_size + 1 - starts // page_size, 0)
     ends = jnp.cumsum(counts)  # i32[T], of a token's pairs in the list
+    entries = jnp.cumsum(is_live) - 1  # i32[T], of a live token in the state: there is none of others between
 
     def attend_turn(turn: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         pairs = turn * width + jnp.arange(width)
@@ -74,10 +75,13 @@ def ragged_paged_attention(
         kv_positions = column[:, None] * page_size + jnp.arange(page_size)  # i32[W, page_size]
         live = (kv_positions >= starts[known][:, None]) & (kv_positions <= positions[known][:, None])
         live &= (token < num_tokens)[:, None]
-        # The list is in the order of the tokens: those of a turn lie in W entries of the state.
-        place = token - token[0]
+        # The list is in the order of the entries: those of a turn are W at most.
+        first = entries[token[0]]
+        place = jnp.where(token < num_tokens, entries[known] - first, width)
         # A barrier, else each element that is read works this out anew.
-        page_ids, live, known, place = jax.lax.optimization_barrier((page_ids, live, known, place))
+        page_ids, live, known, place, first = jax.lax.optimization_barrier(
+            (page_ids, live, known, place, first)
+        )
 
         k, v, scales = read_block(kv_pages, kv_scales, page_ids[:, None], live, head_dim)
         scores = multiply(queries[known], k, None)  # f32[W, K, G, page_size]
@@ -86,7 +90,7 @@ def ragged_paged_attention(
         scores = _of_base_2(scores * sm_scale, soft_cap)
         scores = jnp.where(live[:, None, None], scores, MASKED)
         whole = jnp.floor(scores)
-        peak, total, acc = (jax.lax.dynamic_slice_in_dim(x, token[0], width) for x in state)
+        peak, total, acc = (jax.lax.dynamic_slice_in_dim(x, first, width) for x in state)
         new_peak = peak.at[place].max(whole.max(axis=-1), mode="drop")
         weights = jnp.exp2(scores - whole) * _power_of_2(
             whole - new_peak.at[place].get(mode="clip")[..., None]
@@ -96,7 +100,7 @@ def ragged_paged_attention(
         total = (total * decay).at[place].add(weights.sum(axis=-1), mode="drop")
         acc = (acc * decay[..., None]).at[place].add(new, mode="drop")
         return tuple(
-            jax.lax.dynamic_update_slice_in_dim(x, y, token[0], 0)
+            jax.lax.dynamic_update_slice_in_dim(x, y, first, 0)
             for x, y in zip(state, (new_peak, total, acc), strict=True)
         )
 
@@ -108,7 +112,7 @@ def ragged_paged_attention(
         total = jnp.broadcast_to(jnp.exp2(sinks - jnp.floor(sinks)), shape)
     num_turns = (ends[-1] + width - 1) // width
     state = (peak, total, jnp.zeros((*shape, head_dim)))
-    peak, total, acc = (x[:num_tokens] for x in jax.lax.fori_loop(0, num_turns, attend_turn, state))
+    peak, total, acc = (x[entries] for x in jax.lax.fori_loop(0, num_turns, attend_turn, state))
 
     out = acc / jnp.where(total > 0, total, 1.0)[..., None]
     out = jnp.where(is_live[:, None, None], out.reshape(q.shape), 0.0).astype(q.dtype)

@@ -118,6 +118,17 @@ def test_xla_walks_several_tiles_and_blocks(
     assert_close(case, out, lse, expected, expected_lse, largest_rounded(implementation, inputs))
 
 
+@pytest.mark.parametrize("implementation", ["xla", "cpu", "cpu_invariant"])
+def test_many_rows_without_kv_tokens_between_others(implementation: str) -> None:
+    """As rows that finished inside a decode of several steps: more of them than are worked on at a time."""
+    kv_lens = (40, *(0,) * 98, 17, 33)
+    case = Case("finished", 4, 2, 64, 16, (1,) * 101, kv_lens)
+    inputs = make_inputs(case, seed=4)
+    expected, expected_lse = numpy_attention(inputs)
+    out, lse = attend(**inputs, return_lse=True, implementation=implementation)
+    assert_close(case, out, lse, expected, expected_lse, largest_rounded(implementation, inputs))
+
+
 @pytest.mark.parametrize(
     "options",
     [
