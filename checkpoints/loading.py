@@ -23,9 +23,8 @@ logger = logging.getLogger(__name__)
 # Rows are read and converted in pieces of this many elements, so that the float32 form of a large quantized
 # matrix never exists as a whole: it alone would break the 1.3x bound on the peak while loading.
 CHUNK_ELEMENTS = 1 << 19
-THREADS = (
-    2  # that read and convert tensors at the same time: numpy leaves the interpreter to others meanwhile
-)
+# Tensors that are read and converted at the same time: numpy leaves the interpreter to others meanwhile.
+THREADS = 2
 
 # Tensors that older exporters wrote although they can be computed from the config.
 IGNORED_TENSORS = re.compile(r"(?:^|\.)rotary_emb\.inv_freq$")
