@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from checkpoints.huggingface import open_checkpoint as open_huggingface
-from checkpoints.loading import (
+from jaxinfer.checkpoints.huggingface import open_checkpoint as open_huggingface
+from jaxinfer.checkpoints.loading import (
     Checkpoint,
     CheckpointError,
     TensorSource,
@@ -31,7 +31,9 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     if path.suffix != ".gguf":
         raise CheckpointError(f"{path} is neither a .gguf file nor a folder with config.json and safetensors")
     try:
-        from checkpoints.gguf import open_checkpoint as open_gguf  # here: nothing else needs the gguf package
+        from jaxinfer.checkpoints.gguf import (
+            open_checkpoint as open_gguf,  # here: nothing else needs the gguf package
+        )
     except ModuleNotFoundError as error:
         raise CheckpointError(f"{path} needs the {error.name} package: pip install {error.name}") from error
     return open_gguf(path)

@@ -69,7 +69,7 @@ def resolve(model: str | Path, revision: str | None = None, token: str | bool | 
     elif path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
         kind = "this machine"
     else:
-        from checkpoints import hub  # here: it takes half a second that other models need not wait
+        from jaxinfer.checkpoints import hub  # here: it takes half a second that other models need not wait
 
         if hub.is_hub_name(model):
             return hub.snapshot(str(model), revision, token)

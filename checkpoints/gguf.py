@@ -18,9 +18,9 @@ import gguf
 import ml_dtypes
 import numpy as np
 
-from checkpoints import gguf_blocks
-from checkpoints.gguf_blocks import Blocks, split
-from checkpoints.loading import Checkpoint, CheckpointError, TensorSource, settle_tied_head
+from jaxinfer.checkpoints import gguf_blocks
+from jaxinfer.checkpoints.gguf_blocks import Blocks, split
+from jaxinfer.checkpoints.loading import Checkpoint, CheckpointError, TensorSource, settle_tied_head
 
 ARCHITECTURES = ("llama", "qwen3")  # general.architecture, the same word as Hugging Face's model_type
 

@@ -20,7 +20,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from checkpoints.fetch import FetchError
+from jaxinfer.checkpoints.fetch import FetchError
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from checkpoints.loading import Checkpoint, CheckpointError, TensorSource, settle_tied_head
+from jaxinfer.checkpoints.loading import Checkpoint, CheckpointError, TensorSource, settle_tied_head
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")

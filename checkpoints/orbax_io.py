@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from checkpoints.loading import CheckpointError, leaf_shardings, named_leaves, weight_leaves
+from jaxinfer.checkpoints.loading import CheckpointError, leaf_shardings, named_leaves, weight_leaves
 
 
 def save_weights(path: str | Path, weights: Any) -> None:

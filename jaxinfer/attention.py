@@ -9,8 +9,8 @@ import jax
 
 from jaxinfer.batch import StepBatch
 from jaxinfer.kv_cache import KVCache, KVCacheSpec
-from pallas_kernels.kv_append import kv_append
-from pallas_kernels.ragged_paged_attention import ragged_paged_attention
+from jaxinfer.pallas_kernels.kv_append import kv_append
+from jaxinfer.pallas_kernels.ragged_paged_attention import ragged_paged_attention
 
 
 def append_and_attend(

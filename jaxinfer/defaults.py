@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from jaxinfer.compile_cache import features_line
+from jaxinfer.pallas_kernels.ragged_paged_attention.gpu_tuning import DECODE_LIMITS
+from jaxinfer.programs.compile_cache import features_line
 from jaxinfer.tiles import TILE
-from pallas_kernels.ragged_paged_attention.gpu_tuning import DECODE_LIMITS
 
 # platform of a jax device -> dtype of weights and activations
 DTYPES = {"cpu": "float32", "gpu": "bfloat16", "tpu": "bfloat16"}

@@ -23,16 +23,17 @@ import numpy as np
 
 from jaxinfer import batch as batches
 from jaxinfer import kv_cache as kv
-from jaxinfer import logprobs, sampling
-from jaxinfer.background import BackgroundCompiler, give_back_memory
 from jaxinfer.batch import StepBatch
 from jaxinfer.kv_cache import KVCache, KVCacheSpec
-from jaxinfer.logits_processors import ProcessorArgs
-from jaxinfer.logprobs import PromptPiece
 from jaxinfer.metrics import Metrics, Recording, RowRecord, SequenceRecord, StepRecord, StepTotals, Work
 from jaxinfer.page_allocator import PageAllocator
+from jaxinfer.programs.background import BackgroundCompiler, give_back_memory
+from jaxinfer.programs.saved_programs import SavedPrograms
 from jaxinfer.request import MAX_ARRAY_ENTRIES, MAX_LOGPROB_ENTRIES, Request, RequestMetrics, Sequence
-from jaxinfer.sampling import (
+from jaxinfer.sampling import logprobs, sample
+from jaxinfer.sampling.logits_processors import ProcessorArgs
+from jaxinfer.sampling.logprobs import PromptPiece
+from jaxinfer.sampling.sample import (
     LogitsProcessor,
     LogprobsMode,
     RowState,
@@ -41,7 +42,6 @@ from jaxinfer.sampling import (
     SamplingRow,
     Variant,
 )
-from jaxinfer.saved_programs import SavedPrograms
 from jaxinfer.scheduler import ScheduledStep, Scheduler, SchedulerConfig, SchedulerStats
 from jaxinfer.step import NUM_END_IDS, Buckets, DecodeLimits, Program, Programs, example_arguments
 
@@ -103,7 +103,7 @@ def helper_arguments(cache: KVCache, rows: RowState) -> dict[Callable[..., Any],
     pages, tokens = np.zeros(PAGE_COPIES, np.int32), np.zeros(rows.token_ids.shape[1], np.int32)
     return {
         kv.copy_pages: (cache, pages, pages),
-        sampling.set_row: (rows, np.int32(0), tokens, np.int32(0)),
+        sample.set_row: (rows, np.int32(0), tokens, np.int32(0)),
     }
 
 
@@ -173,7 +173,7 @@ class Engine:
 
     def _init_rows(self) -> RowState:
         scheduler = self.config.scheduler
-        return sampling.init_row_state(scheduler.max_num_seqs, scheduler.max_model_len)
+        return sample.init_row_state(scheduler.max_num_seqs, scheduler.max_model_len)
 
     def _start_host_state(self) -> None:
         allocator = PageAllocator(
@@ -252,7 +252,7 @@ class Engine:
         """Refuses, before it disturbs others, a request whose programs are none of those of the warm-up."""
         params, buckets, vocab = row.params, self.config.buckets, self.model_config.vocab_size
         scored = request.num_prompt_logprobs
-        variant = buckets.variant(sampling.variant_of([row]))
+        variant = buckets.variant(sample.variant_of([row]))
         needs = {
             f"sampling variant {variant!r} (compiled: {list(buckets.variants)})": variant
             not in buckets.variants,
@@ -449,7 +449,7 @@ class Engine:
                 padded = np.zeros(self.config.scheduler.max_model_len, np.int32)
                 padded[: len(seq.token_ids)] = seq.token_ids
                 row = (self._rows, np.int32(seq.row), padded, np.int32(len(seq.token_ids)))
-                self._rows = self.programs.helper(sampling.set_row, row)(*row)
+                self._rows = self.programs.helper(sample.set_row, row)(*row)
 
     def _program(self, scheduled: ScheduledStep) -> tuple[Program, SamplingBatch | None]:
         """The program that runs a step, and its sampling parameters (None for greedy rows)."""
@@ -460,7 +460,7 @@ class Engine:
         # While the same rows run, their parameters stay on the device.
         if self._sampling_key != (seqs, num_rows):
             known = [self._unfinished[seq] for seq in seqs]
-            variant = self.config.buckets.variant(sampling.variant_of(known))
+            variant = self.config.buckets.variant(sample.variant_of(known))
             options, batch = self._sampling_batch(known, num_rows, variant)
             self._sampling_key, self._sampling = (seqs, num_rows), (options, jax.device_put(batch))
         options, on_device = self._sampling

@@ -20,7 +20,7 @@ from jax.experimental.buffer_callback import buffer_callback
 from jax.experimental.layout import Format, Layout
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from pallas_kernels import cpu_pages
+from jaxinfer.pallas_kernels import cpu_pages
 
 NULL_PAGE = 0
 TPU_LANES = 128  # of a vector register

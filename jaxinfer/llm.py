@@ -14,24 +14,27 @@ from typing import Any
 import jax
 from tqdm import tqdm
 
-from jaxinfer import chat, compile_cache, defaults, planner
-from jaxinfer import prompts as prompts_
+from jaxinfer import defaults
 from jaxinfer.engine import Engine, EngineConfig, EngineStats
 from jaxinfer.loading import check_names, find_model, given_model, quantized, refuse_unknown, with_packed
 from jaxinfer.metrics import Work
-from jaxinfer.planner import hardware
-from jaxinfer.planner.roofline import StepCost, step_cost
-from jaxinfer.planner.shape import ModelShape
-from jaxinfer.planner.utilization import Utilization, utilization
-from jaxinfer.prompts import Prompt
-from jaxinfer.records import Record
+from jaxinfer.programs import compile_cache
+from jaxinfer.programs.saved_programs import SavedPrograms
 from jaxinfer.request import Loglikelihood, Request, RequestOutput, SamplingParams, TopK
 from jaxinfer.request_loop import Outputs, RequestLoop
-from jaxinfer.sampling import LogitsProcessor, LogprobsMode
-from jaxinfer.saved_programs import SavedPrograms
+from jaxinfer.sampling.sample import LogitsProcessor, LogprobsMode
 from jaxinfer.scheduler import SchedulerConfig
 from jaxinfer.step import Buckets
-from jaxinfer.tokenizer import Tokenizer
+from jaxinfer.text import chat
+from jaxinfer.text import prompts as prompts_
+from jaxinfer.text.prompts import Prompt
+from jaxinfer.text.records import Record
+from jaxinfer.text.tokenizer import Tokenizer
+from jaxinfer.tools import planner
+from jaxinfer.tools.planner import hardware
+from jaxinfer.tools.planner.roofline import StepCost, step_cost
+from jaxinfer.tools.planner.shape import ModelShape
+from jaxinfer.tools.planner.utilization import Utilization, utilization
 
 logger = logging.getLogger(__name__)
 

@@ -11,16 +11,15 @@ from typing import Any, get_args
 import jax
 import jax.numpy as jnp
 
-import checkpoints
-from checkpoints import fetch
-from checkpoints.loading import TensorSource, Transform, leaf_sources, named_leaves, weight_leaves
-from jaxinfer import defaults, models, quantization, smoothing
-from jaxinfer.prompts import default_sampling_params
+from jaxinfer import checkpoints, defaults, models, quantization, smoothing
+from jaxinfer.checkpoints import fetch
+from jaxinfer.checkpoints.loading import TensorSource, Transform, leaf_sources, named_leaves, weight_leaves
+from jaxinfer.pallas_kernels.quantized_matmul.tuning import w8a8_products
+from jaxinfer.pallas_kernels.ragged_paged_attention import IMPLEMENTATIONS
 from jaxinfer.request import SamplingParams
-from jaxinfer.sampling import LogprobsMode
-from jaxinfer.tokenizer import Tokenizer, load_tokenizer
-from pallas_kernels.quantized_matmul.tuning import w8a8_products
-from pallas_kernels.ragged_paged_attention import IMPLEMENTATIONS
+from jaxinfer.sampling.sample import LogprobsMode
+from jaxinfer.text.prompts import default_sampling_params
+from jaxinfer.text.tokenizer import Tokenizer, load_tokenizer
 
 logger = logging.getLogger(__name__)
 

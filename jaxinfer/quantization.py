@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from pallas_kernels.quantized_matmul import few_rows, quantized_matmul
+from jaxinfer.pallas_kernels.quantized_matmul import few_rows, quantized_matmul
 
 FEW_ROWS = ("auto", "full", "packed")  # how few rows are multiplied by the matrices of a file in blocks
 FORMS = ("w8a8",)  # what `quantize` can make of the matrices of a model

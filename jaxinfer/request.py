@@ -16,7 +16,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from jaxinfer.logprob_arrays import LogprobArrays
+    from jaxinfer.sampling.logprob_arrays import LogprobArrays
 
 # Caps that keep one request from starving the others; all are documented in the field list of SamplingParams.
 MAX_N = 1024

@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 
 from jaxinfer.engine import Engine
-from jaxinfer.records import Record
 from jaxinfer.request import Request, RequestOutput, Sequence
+from jaxinfer.text.records import Record
 
 
 class RequestLoop:

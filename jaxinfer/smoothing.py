@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from checkpoints.loading import named_leaves
 from jaxinfer import batch as batches
 from jaxinfer import kv_cache as kv
 from jaxinfer import quantization
+from jaxinfer.checkpoints.loading import named_leaves
 from jaxinfer.quantization import ObservedMatrix
 
 ROWS, STEPS = 32, 24  # sequences that are drawn, and their tokens

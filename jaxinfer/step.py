@@ -25,12 +25,20 @@ from flax import struct
 
 from jaxinfer import batch as batches
 from jaxinfer import kv_cache as kv
-from jaxinfer import sampling, saved_programs
 from jaxinfer.batch import StepBatch, last_token_indices, next_decode
 from jaxinfer.kv_cache import KVCache
-from jaxinfer.logits_processors import Signature
-from jaxinfer.sampling import LogitsProcessor, LogprobsMode, RowState, SampleOutput, SamplingBatch, Variant
-from jaxinfer.saved_programs import SavedPrograms
+from jaxinfer.programs import saved_programs
+from jaxinfer.programs.saved_programs import SavedPrograms
+from jaxinfer.sampling import sample
+from jaxinfer.sampling.logits_processors import Signature
+from jaxinfer.sampling.sample import (
+    LogitsProcessor,
+    LogprobsMode,
+    RowState,
+    SampleOutput,
+    SamplingBatch,
+    Variant,
+)
 from jaxinfer.scheduler import SchedulerConfig
 from jaxinfer.tiles import map_tiles
 
@@ -291,7 +299,7 @@ def step(
     last = last_token_indices(batch)
 
     def draw(hidden, positions, row_ids, sampling_batch):
-        return sampling.sample(
+        return sample.sample(
             model.unembed(config, weights, hidden),  # f32[B, V]
             positions,
             rows,
@@ -306,7 +314,7 @@ def step(
         )
 
     output = batch.per_row(draw, hidden[last], batch.positions[last] + 1, batch.row_ids, sampling_batch)
-    rows = sampling.record(rows, batch.row_ids, output.tokens, batch.samples)
+    rows = sample.record(rows, batch.row_ids, output.tokens, batch.samples)
     return StepOutput(output, hidden), kv_cache, rows
 
 
@@ -332,7 +340,7 @@ def score(
 
     def of(hidden, targets):
         logits = model.unembed(config, weights, hidden)  # f32[S, V]
-        return sampling.with_logprobs(targets, logits, num_logprobs)
+        return sample.with_logprobs(targets, logits, num_logprobs)
 
     return map_tiles(of, (hidden[index], targets), tile, jnp.int32(len(index)))
 

@@ -22,8 +22,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from jaxinfer.aot import gpu_targets, targets  # noqa: E402
-from jaxinfer.aot.run import compile_model  # noqa: E402
+from jaxinfer.tools.aot import gpu_targets, targets  # noqa: E402
+from jaxinfer.tools.aot.run import compile_model  # noqa: E402
 from scripts import aot_kernels, aot_kernels_gpu  # noqa: E402
 from scripts.aot_document import document  # noqa: E402
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from jaxinfer.aot.report import excess, failed, most, size
+from jaxinfer.tools.aot.report import excess, failed, most, size
 
 Record = Mapping[str, Any]
 KERNELS = ("ragged_paged_attention", "kv_append", "append_then_attend", "quantized_matmul")

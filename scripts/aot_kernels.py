@@ -135,9 +135,9 @@ def build_matmul(case: Matmul, device_kind: str) -> tuple[Callable[..., Any], di
     import jax
     import jax.numpy as jnp
 
-    from pallas_kernels.quantized_matmul import tuning
-    from pallas_kernels.quantized_matmul.cases import model_case
-    from pallas_kernels.quantized_matmul.tpu import quantized_matmul
+    from jaxinfer.pallas_kernels.quantized_matmul import tuning
+    from jaxinfer.pallas_kernels.quantized_matmul.cases import model_case
+    from jaxinfer.pallas_kernels.quantized_matmul.tpu import quantized_matmul
 
     shape = model_case(case.weight, case.form, case.num_tokens)
     groups = shape.in_dim // shape.group if shape.group else 1
@@ -161,7 +161,7 @@ def build(case: Case) -> tuple[Callable[..., Any], dict[str, Any]]:
     import jax
     import jax.numpy as jnp
 
-    from pallas_kernels.kv_append.tpu import kv_append
+    from jaxinfer.pallas_kernels.kv_append.tpu import kv_append
 
     num_q_heads, num_kv_heads, head_dim = MODELS[case.model]
     num_pages = POOL_TOKENS // case.page_size
@@ -181,7 +181,7 @@ def build(case: Case) -> tuple[Callable[..., Any], dict[str, Any]]:
     if case.kernel == "kv_append":
         return kv_append, arguments | appended
 
-    from pallas_kernels.ragged_paged_attention.tpu import ragged_paged_attention
+    from jaxinfer.pallas_kernels.ragged_paged_attention.tpu import ragged_paged_attention
 
     options = dict(case.options)
     sinks = options.pop("sinks", False)

@@ -3,9 +3,9 @@
     python scripts/aot_kernels_gpu.py --python VENV/bin/python --target h200 [--only SUBSTRING]
 
 VENV has the same jax as this one plus `jax[cuda13]` (the plugin, pjrt and the nvidia-* wheels); targets are in
-jaxinfer/aot/gpu_targets.py. Proves that each program is accepted and what it needs (bytes, registers, spills, shared
-memory); proves nothing about values or speed. Each case compiles in a child process of its own, since an installed
-plugin changes a plain start and a compiler that aborts must not end the others.
+jaxinfer/tools/aot/gpu_targets.py. Proves that each program is accepted and what it needs (bytes, registers, spills,
+shared memory); proves nothing about values or speed. Each case compiles in a child process of its own, since an
+installed plugin changes a plain start and a compiler that aborts must not end the others.
 """
 
 import argparse
@@ -21,8 +21,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # VENV need not have this package
 
-from jaxinfer.aot.gpu_resources import kernel_resources  # noqa: E402
-from jaxinfer.aot.gpu_targets import LIMITS, TARGETS, config_text  # noqa: E402
+from jaxinfer.tools.aot.gpu_resources import kernel_resources  # noqa: E402
+from jaxinfer.tools.aot.gpu_targets import LIMITS, TARGETS, config_text  # noqa: E402
 
 CASE_TIMEOUT = 180  # seconds
 
@@ -34,10 +34,10 @@ def cases(capability: tuple[int, int]) -> dict:
     import jax
     import jax.numpy as jnp
 
-    from pallas_kernels.kv_append import gpu as kv_append
-    from pallas_kernels.quantized_matmul import gpu as quantized_matmul
-    from pallas_kernels.quantized_matmul.cases import model_case, structs
-    from pallas_kernels.ragged_paged_attention import gpu as attention
+    from jaxinfer.pallas_kernels.kv_append import gpu as kv_append
+    from jaxinfer.pallas_kernels.quantized_matmul import gpu as quantized_matmul
+    from jaxinfer.pallas_kernels.quantized_matmul.cases import model_case, structs
+    from jaxinfer.pallas_kernels.ragged_paged_attention import gpu as attention
 
     def append(heads, head_dim, page_size, kv_dtype, num_tokens=256, num_pages=4096):
         struct = jax.ShapeDtypeStruct

@@ -32,10 +32,10 @@ def main() -> None:
 
     from batch_jobs import write_model
 
-    from jaxinfer.batch_runner.progress import Totals
-    from jaxinfer.batch_runner.runner import Job, run
     from jaxinfer.llm import LLM
     from jaxinfer.request import SamplingParams
+    from jaxinfer.tools.batch_runner.progress import Totals
+    from jaxinfer.tools.batch_runner.runner import Job, run
 
     samples: list[tuple[int, int]] = []
     totals, done = Totals(), threading.Event()

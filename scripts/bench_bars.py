@@ -94,7 +94,7 @@ class NoDevice:
     def get(self, program: Any, arguments: tuple) -> Any:
         import jax.numpy as jnp
 
-        from jaxinfer.sampling import SampleOutput
+        from jaxinfer.sampling.sample import SampleOutput
         from jaxinfer.step import StepOutput
 
         shape = program.num_steps, program.num_rows

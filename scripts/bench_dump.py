@@ -17,11 +17,11 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxinfer.batch_runner.dumps import folder_of
-from jaxinfer.batch_runner.progress import Totals
-from jaxinfer.batch_runner.runner import Job, run
 from jaxinfer.llm import LLM
 from jaxinfer.request import SamplingParams, TopK
+from jaxinfer.tools.batch_runner.dumps import folder_of
+from jaxinfer.tools.batch_runner.progress import Totals
+from jaxinfer.tools.batch_runner.runner import Job, run
 
 
 def rss_mib() -> int:

@@ -23,13 +23,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from jaxinfer.bench.workload import Offer
+    from jaxinfer.tools.bench.workload import Offer
 
 DECODE_STEPS = 8
 
 
 def workload(name: str, seed: int, llm: Any) -> "list[Offer]":
-    from jaxinfer.bench.workload import Lengths, Offer, random_offers
+    from jaxinfer.tools.bench.workload import Lengths, Offer, random_offers
 
     sizes = {"vocab_size": llm.config.vocab_size, "max_model_len": llm.max_model_len}
     output = Lengths.parse("uniform:16:256")
@@ -64,11 +64,11 @@ def main() -> None:
     import jax
 
     from jaxinfer import LLM
-    from jaxinfer.bench.run import card, drive, run
-    from jaxinfer.planner import hardware
-    from jaxinfer.sampling import Variant
+    from jaxinfer.sampling.sample import Variant
     from jaxinfer.step import Buckets
     from jaxinfer.tiles import TILE
+    from jaxinfer.tools.bench.run import card, drive, run
+    from jaxinfer.tools.planner import hardware
 
     fields = {"temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k}
     page_size = args.page_size if args.page_size == "auto" else int(args.page_size)

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer import defaults
-from jaxinfer.planner.hardware import Hardware
-from pallas_kernels import cpu_pages
+from jaxinfer.pallas_kernels import cpu_pages
+from jaxinfer.tools.planner.hardware import Hardware
 
 Record = dict[str, Any]
 Emit = Callable[[Record], None]
@@ -41,7 +41,7 @@ TINY = {
 def all_cases(kernel: str) -> tuple[Any, ...]:
     """The named cases of a kernel. Of quantized_matmul the awkward ones, and every form and number of rows of two
     weights: its other hundreds differ in size alone."""
-    cases = importlib.import_module(f"pallas_kernels.{kernel}.cases")
+    cases = importlib.import_module(f"jaxinfer.pallas_kernels.{kernel}.cases")
     if kernel == "quantized_matmul":
         weights = ("smollm2_down", "llama3_8b_k")
         return (*cases.AWKWARD_CASES, *(case for case in cases.MODEL_CASES if case.name.startswith(weights)))
@@ -50,7 +50,7 @@ def all_cases(kernel: str) -> tuple[Any, ...]:
 
 def has(kernel: str, implementation: str) -> bool:
     """quantized_matmul has no gpu_xla."""
-    return implementation in importlib.import_module(f"pallas_kernels.{kernel}").IMPLEMENTATIONS
+    return implementation in importlib.import_module(f"jaxinfer.pallas_kernels.{kernel}").IMPLEMENTATIONS
 
 
 # check
@@ -96,9 +96,9 @@ class Prepared:
 
 
 def prepare(kernel: str, case: Any, implementation: str, device: jax.Device) -> Prepared:
-    function = getattr(importlib.import_module(f"pallas_kernels.{kernel}"), kernel)
+    function = getattr(importlib.import_module(f"jaxinfer.pallas_kernels.{kernel}"), kernel)
     with jax.default_device(jax.devices("cpu")[0]):
-        inputs = importlib.import_module(f"pallas_kernels.{kernel}.cases").make_inputs(case, seed=0)
+        inputs = importlib.import_module(f"jaxinfer.pallas_kernels.{kernel}.cases").make_inputs(case, seed=0)
         arrays = {name: x for name, x in inputs.items() if name not in STATIC}
         static = {name: x for name, x in inputs.items() if name in STATIC}
         if kernel == "ragged_paged_attention":
@@ -176,7 +176,7 @@ def append_errors(ready: Prepared, got: list[np.ndarray]) -> Errors:
 
 def matmul_errors(ready: Prepared, got: list[np.ndarray]) -> Errors:
     """What rounding explains, as the kernel's own tests have it."""
-    from pallas_kernels.quantized_matmul.cases import tolerance
+    from jaxinfer.pallas_kernels.quantized_matmul.cases import tolerance
 
     return {"out": (largest_error(got[0], ready.want[0]), tolerance(ready.case))}
 
@@ -203,7 +203,7 @@ def kernel_items(args: argparse.Namespace, hardware: Hardware | None, implementa
     items = []
     for kernel, tiny in TINY.items():
         chosen = implementation if has(kernel, implementation) else "xla"
-        bench = importlib.import_module(f"pallas_kernels.{kernel}.bench")
+        bench = importlib.import_module(f"jaxinfer.pallas_kernels.{kernel}.bench")
         cases = bench.chip_cases(page_size)
         if args.tiny:
             cases = [case for case in all_cases(kernel) if case.name == tiny[0]]
@@ -217,7 +217,7 @@ def kernel_items(args: argparse.Namespace, hardware: Hardware | None, implementa
 def time_case(
     kernel: str, case: Any, implementation: str, hardware: Hardware | None, tiny: bool, emit: Emit
 ) -> None:
-    bench = importlib.import_module(f"pallas_kernels.{kernel}.bench")
+    bench = importlib.import_module(f"jaxinfer.pallas_kernels.{kernel}.bench")
     options = of_device(getattr(bench, kernel), jax.devices()[0])
     # Without facts of the chip there is still a time; the limits then only say how often a call is repeated.
     bandwidth = hardware.memory_bandwidth if hardware else 1e12

@@ -18,7 +18,7 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 
 from jaxinfer import defaults  # noqa: E402
-from jaxinfer.planner.hardware import load as load_hardware  # noqa: E402
+from jaxinfer.tools.planner.hardware import load as load_hardware  # noqa: E402
 from scripts.device_kernels import Item, Record, check_items, kernel_items  # noqa: E402
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from aot import MODELS
 
-from jaxinfer.aot import hlo, targets
+from jaxinfer.tools.aot import hlo, targets
 
 CHILD = "JAXINFER_KERNELS_PER_LAYER_CHILD"
 DEPTHS = (2, 3)
@@ -59,9 +59,9 @@ def compile_texts(model: str, target_name: str, kind: str, rows: int) -> tuple[s
     from jax.experimental import topologies
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-    from jaxinfer.aot import gpu_targets
-    from jaxinfer.aot.build import AbsentDevice, build
-    from jaxinfer.aot.child import Gpu
+    from jaxinfer.tools.aot import gpu_targets
+    from jaxinfer.tools.aot.build import AbsentDevice, build
+    from jaxinfer.tools.aot.child import Gpu
 
     target, capability = targets.find(target_name), ""
     if target.platform == "tpu":

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from jaxinfer.aot import targets
+from jaxinfer.tools.aot import targets
 
 PAGE_SIZE = 128
 POOL_BYTES = 1 << 30  # far over VMEM: a smaller pool is copied there, and the copy counts nowhere

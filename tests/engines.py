@@ -13,10 +13,10 @@ import numpy as np
 from planted import make_planted, random_table
 from tiny_models import make_tiny, write_hf
 
-import checkpoints
-from jaxinfer import compile_cache, models
+from jaxinfer import checkpoints, models
 from jaxinfer.engine import Engine, EngineConfig
 from jaxinfer.kv_cache import KVCacheSpec
+from jaxinfer.programs import compile_cache
 from jaxinfer.request import Request, SamplingParams, Sequence
 from jaxinfer.scheduler import SchedulerConfig
 from jaxinfer.step import Buckets

@@ -4,7 +4,7 @@ from tiny_models import CONFIGS
 
 from jaxinfer import models
 from jaxinfer.models import llama
-from jaxinfer.planner.shape import ModelShape
+from jaxinfer.tools.planner.shape import ModelShape
 
 
 def tiny_shape(name="llama_gqa", dtype="bfloat16"):

@@ -14,8 +14,8 @@ import jax
 import numpy as np
 import pytest
 
-from jaxinfer import compile_cache
-from pallas_kernels.ragged_paged_attention.cases import CASES_BY_NAME
+from jaxinfer.pallas_kernels.ragged_paged_attention.cases import CASES_BY_NAME
+from jaxinfer.programs import compile_cache
 
 ROOT = Path(__file__).parents[1]
 

@@ -13,23 +13,23 @@ ROOT = Path(__file__).parents[1]
 # Lowest first. A module imports from its own layer and from those below; a new module needs a place here.
 LAYERS = [
     "pallas_kernels",
-    "request quantization tiles sharding sampling filters penalties logits_processors stop_strings compile_cache "
-    "logprob_arrays",
-    "kv_cache layers batch page_allocator metrics timeline",
-    "scheduler attention defaults saved_programs",
+    "request quantization tiles sharding sampling.sample sampling.filters sampling.penalties "
+    "sampling.logits_processors sampling.logprob_arrays text.stop_strings programs.compile_cache",
+    "kv_cache models.layers batch page_allocator metrics tools.timeline",
+    "scheduler attention defaults programs.saved_programs",
     "models",
-    "step logprobs background",
+    "step sampling.logprobs programs.background",
     "engine",
     "checkpoints",
-    "tokenizer detokenizer chat prompts",
-    "records smoothing loading",
+    "text.tokenizer text.detokenizer text.chat text.prompts",
+    "text.records smoothing loading",
     "request_loop",
-    "llm planner batch_runner bench aot",
-    "cli eval_adapter ray_data",
+    "llm tools.planner tools.batch_runner tools.bench tools.aot",
+    "cli tools.eval_adapter tools.ray_data",
 ]
 LEVEL = {name: level for level, layer in enumerate(LAYERS) for name in layer.split()}
-PACKAGES = {"jaxinfer", "pallas_kernels", "checkpoints"}
-SOURCES = sorted(path.relative_to(ROOT) for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+FOLDERS = ("jaxinfer", "pallas_kernels", "checkpoints")
+SOURCES = sorted(path.relative_to(ROOT) for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 
 
 def imported_modules(source: str) -> set[str]:
@@ -45,19 +45,21 @@ def imported_modules(source: str) -> set[str]:
 
 
 def unit(dotted: str) -> str:
-    """The name that LAYERS knows: jaxinfer.models.llama -> models, checkpoints.gguf -> checkpoints."""
-    package, _, rest = dotted.partition(".")
-    return rest.partition(".")[0] if package == "jaxinfer" else package
+    """The name that LAYERS knows: jaxinfer.models.llama -> models, jaxinfer.tools.planner.plan -> tools.planner."""
+    parts = dotted.removeprefix("jaxinfer.").split(".")
+    two = ".".join(parts[:2])
+    return two if two in LEVEL else parts[0]
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=str)
 def test_import_direction(path):
-    if path == Path("jaxinfer/__init__.py"):
-        return  # the public names, from every layer
+    if path == Path("jaxinfer/__init__.py") or (path.name == "__init__.py" and len(path.parts) == 3):
+        return  # the public names, from every layer; what a folder holds
     me = unit(".".join(path.with_suffix("").parts))
     assert me in LEVEL, f"{path}: give {me} a place in LAYERS"
     for name in imported_modules((ROOT / path).read_text()):
-        if name.partition(".")[0] in PACKAGES:
+        assert name.partition(".")[0] not in FOLDERS[1:], f"{path}: a user's folder can shadow {name}"
+        if name.startswith("jaxinfer."):
             assert LEVEL[unit(name)] <= LEVEL[me], f"{path} ({me}) imports {name} from a higher layer"
 
 
@@ -69,14 +71,14 @@ def test_host_modules_know_no_jax(name):
 
 EVERYTHING = """
 import importlib, pkgutil, sys
-import checkpoints, jaxinfer, pallas_kernels
-for package in (checkpoints, jaxinfer, pallas_kernels):
+import jaxinfer
+for package in (jaxinfer,):
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
-        if module.name != "jaxinfer.eval_adapter":  # needs lm_eval, which is an extra
+        if module.name != "jaxinfer.tools.eval_adapter":  # needs lm_eval, which is an extra
             importlib.import_module(module.name)
 
 import jax.numpy as jnp
-from jaxinfer import batch, kv_cache, models
+from jaxinfer import batch, checkpoints, kv_cache, models
 checkpoint = checkpoints.open_checkpoint(sys.argv[1])
 model = models.for_config(checkpoint.config)
 config = model.Config.from_hf(checkpoint.config)
@@ -99,7 +101,8 @@ def test_heavy_packages_stay_out(tmp_path):
 WITHOUT_GGUF = """
 import sys
 sys.modules["gguf"] = None
-import checkpoints, jaxinfer.cli, jaxinfer.engine, jaxinfer.llm, jaxinfer.tokenizer
+import jaxinfer.cli, jaxinfer.engine, jaxinfer.llm, jaxinfer.text.tokenizer
+from jaxinfer import checkpoints
 print(checkpoints.open_checkpoint(sys.argv[1]).kind)
 try:
     checkpoints.open_checkpoint(sys.argv[2])

@@ -7,8 +7,7 @@ import pytest
 from planted import greedy, make_planted, next_logprobs, plant_chain, random_table
 from tiny_models import write_hf
 
-import checkpoints
-from jaxinfer import batch, kv_cache, models
+from jaxinfer import batch, checkpoints, kv_cache, models
 
 pytestmark = pytest.mark.smoke
 VOCAB = 96

@@ -22,7 +22,7 @@ from jaxinfer.cli.options import (
 from jaxinfer.request import SamplingParams, TopK
 
 if TYPE_CHECKING:
-    from jaxinfer.batch_runner.progress import Totals
+    from jaxinfer.tools.batch_runner.progress import Totals
 
 Input = Annotated[Path, typer.Argument(help="Requests: JSON lines, .csv or .parquet.", metavar="IN")]
 Output = Annotated[Path, typer.Option("--output", "-o", help="Results, as JSON lines.", metavar="OUT")]
@@ -96,11 +96,11 @@ def run(
     part = _shard(shard)
     topk, defaults = _dump(dump_topk, dump, sampling_params(options))
 
-    from checkpoints import fetch
-    from jaxinfer.batch_runner import runner
-    from jaxinfer.batch_runner.interruption import Interruption
-    from jaxinfer.batch_runner.manifest import model_hash
-    from jaxinfer.batch_runner.progress import Totals
+    from jaxinfer.checkpoints import fetch
+    from jaxinfer.tools.batch_runner import runner
+    from jaxinfer.tools.batch_runner.interruption import Interruption
+    from jaxinfer.tools.batch_runner.manifest import model_hash
+    from jaxinfer.tools.batch_runner.progress import Totals
 
     def open_llm() -> Any:
         from jaxinfer.llm import LLM

@@ -22,8 +22,8 @@ from jaxinfer.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from jaxinfer.bench.workload import Offer
     from jaxinfer.llm import LLM
+    from jaxinfer.tools.bench.workload import Offer
 
 Model = Annotated[
     str, typer.Argument(help="Catalog name, Hugging Face folder, or .gguf file.", metavar="MODEL")
@@ -115,8 +115,8 @@ def run(
 
     from rich.console import Console
 
-    from jaxinfer.bench import report
-    from jaxinfer.bench.workload import Lengths, at_rate, random_offers, read_offers
+    from jaxinfer.tools.bench import report
+    from jaxinfer.tools.bench.workload import Lengths, at_rate, random_offers, read_offers
 
     try:
         lengths = Lengths.parse(prompt_len), Lengths.parse(output_len)
@@ -143,8 +143,8 @@ def run(
         return at_rate(found, rate, seed)
 
     if compare_contiguous or compare_no_cache:
-        from jaxinfer.bench import compare
-        from jaxinfer.bench.run import measured_hardware
+        from jaxinfer.tools.bench import compare
+        from jaxinfer.tools.bench.run import measured_hardware
 
         if compare_no_cache:
             with open_llm(decode_steps=1, enable_prefix_caching=False) as llm:
@@ -166,8 +166,9 @@ def run(
     with open_llm() as llm:
         import jax
 
-        from jaxinfer import metrics, timeline
-        from jaxinfer.bench import run as bench
+        from jaxinfer import metrics
+        from jaxinfer.tools import timeline
+        from jaxinfer.tools.bench import run as bench
 
         bench.measured_hardware(llm)
         offers = offers_for(llm.config.vocab_size, llm.max_model_len, MAX_ROWS)
@@ -181,7 +182,7 @@ def run(
         if recording is not None and trace is not None:
             timeline.write(recording, trace)
         if recording is not None and plot is not None:
-            from jaxinfer.planner import plots
+            from jaxinfer.tools.planner import plots
 
             plots.plot_recording(recording, llm.engine.spec.num_pages - 1, plot)
         if metrics_json is not None:

@@ -19,7 +19,7 @@ Yes = Annotated[bool, typer.Option("--yes", "-y", help="Delete without a questio
 
 
 def folder(kind: str) -> Path:
-    """Where models (`checkpoints.fetch`) or compiled programs (`jaxinfer.compile_cache`) are kept."""
+    """Where models (`jaxinfer.checkpoints.fetch`) or compiled programs (`jaxinfer.programs.compile_cache`) are kept."""
     return platformdirs.user_cache_path("jaxinfer") / kind
 
 

@@ -120,8 +120,7 @@ def _set_up_logs(debug: bool) -> None:
         logging.Formatter("%(name)s: %(message)s" if debug else "%(levelname)s: %(message)s")
     )
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
-    for name in ("jaxinfer", "checkpoints", "pallas_kernels"):
-        logging.getLogger(name).setLevel(logging.DEBUG if debug else logging.WARNING)
+    logging.getLogger("jaxinfer").setLevel(logging.DEBUG if debug else logging.WARNING)
     if not debug:
         logging.getLogger("jax").setLevel(logging.ERROR)
         warnings.simplefilter("ignore")

@@ -6,9 +6,9 @@ from typing import Annotated, Any
 
 import typer
 
-from jaxinfer.aot.options import DEFAULTS
 from jaxinfer.cli.command import command, fail
 from jaxinfer.cli.options import THROUGHPUT_ENGINE
+from jaxinfer.tools.aot.options import DEFAULTS
 
 Model = Annotated[
     str,
@@ -65,7 +65,7 @@ def run(
     Exit code 1 if one is refused, does not fit, or copies pages. It proves that the chip's compiler takes the
     programs and what memory they need; not their values, and not their speed.
     """
-    from jaxinfer.aot import run as aot
+    from jaxinfer.tools.aot import run as aot
 
     arguments: dict[str, Any] = {
         "topology": topology,

@@ -13,6 +13,6 @@ Name = Annotated[str, typer.Argument(help="A model of the catalog, or org/name o
 @command()
 def run(name: Name, revision: Revision = None) -> None:
     """Download a model, verify it, and print where it lies."""
-    from checkpoints import fetch
+    from jaxinfer.checkpoints import fetch
 
     print(fetch.resolve(name, revision))

@@ -11,7 +11,7 @@ import typer
 from jaxinfer.cli.command import command, print_pairs
 
 if TYPE_CHECKING:
-    from checkpoints import Checkpoint
+    from jaxinfer.checkpoints import Checkpoint
 
 ModelArgument = Annotated[str, typer.Argument(help="Catalog name, Hugging Face folder, or .gguf file.")]
 Json = Annotated[bool, typer.Option("--json", help="Write one JSON object, with the chat templates whole.")]
@@ -20,7 +20,7 @@ Json = Annotated[bool, typer.Option("--json", help="Write one JSON object, with 
 @command()
 def run(model: ModelArgument, as_json: Json = False) -> None:
     """Show config, tensors, tokenizer and KV bytes of a model. Its weights are not read."""
-    from checkpoints import fetch
+    from jaxinfer.checkpoints import fetch
 
     facts = _facts(fetch.resolve(model))
     if as_json:
@@ -30,8 +30,7 @@ def run(model: ModelArgument, as_json: Json = False) -> None:
 
 
 def _facts(path: Path) -> dict[str, Any]:
-    import checkpoints
-    from jaxinfer import models
+    from jaxinfer import checkpoints, models
     from jaxinfer.kv_cache import bytes_per_token
 
     checkpoint = checkpoints.open_checkpoint(path)
@@ -62,7 +61,7 @@ def _facts(path: Path) -> dict[str, Any]:
 
 def _tensor_types(checkpoint: "Checkpoint") -> dict[str, dict[str, int]]:
     """Type in the file (quantization types included) -> number of tensors, parameters, bytes."""
-    from checkpoints import gguf
+    from jaxinfer.checkpoints import gguf
 
     if checkpoint.kind == "gguf":
         found = [(t.type.name, t.shape, t.nbytes) for t in gguf.read_header(checkpoint.path).tensors.values()]
@@ -78,7 +77,7 @@ def _tensor_types(checkpoint: "Checkpoint") -> dict[str, dict[str, int]]:
 
 
 def _text_facts(path: Path, checkpoint: "Checkpoint") -> dict[str, Any]:
-    from jaxinfer.tokenizer import load_tokenizer
+    from jaxinfer.text.tokenizer import load_tokenizer
 
     try:
         tokenizer = load_tokenizer(path, checkpoint.metadata)

@@ -19,6 +19,6 @@ def run(parts: Parts, output: Output) -> None:
 
     Refuses shards that are missing, unfinished, or of another job.
     """
-    from jaxinfer.batch_runner.merge import merge
+    from jaxinfer.tools.batch_runner.merge import merge
 
     fail(f"{merge(parts, output):,} lines in {output}")

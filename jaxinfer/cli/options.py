@@ -218,7 +218,7 @@ def engine_options(options: Mapping[str, Any], num_samples: int) -> dict[str, An
         given["compilation_cache_dir"] = None
     base = {"decode_steps": DECODE_STEPS, "max_num_seqs": min(num_samples, MAX_ROWS)}
     if "programs" in given:
-        from jaxinfer import saved_programs
+        from jaxinfer.programs import saved_programs
 
         base = saved_programs.options(given["programs"])
     return base | given

@@ -103,8 +103,8 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Show memory, roofline, bounds and levers of a model on hardware that need not be here."""
-    from jaxinfer.planner import hardware as facts
-    from jaxinfer.planner import make_plan, report
+    from jaxinfer.tools.planner import hardware as facts
+    from jaxinfer.tools.planner import make_plan, report
 
     if here:
         others = {
@@ -169,7 +169,7 @@ def run(
     if measure:
         texts.append(_measured(model, plan, extra))
     if plot is not None:
-        from jaxinfer.planner import plots
+        from jaxinfer.tools.planner import plots
 
         plots.plot_roofline(plan, plot)
         texts.append(f"wrote {plot}")
@@ -178,7 +178,7 @@ def run(
 
 def _print_engine_plan(model: str, as_json: bool, **options: Any) -> None:
     """Options that are None are left to the engine."""
-    from jaxinfer.planner import plan_engine
+    from jaxinfer.tools.planner import plan_engine
 
     plan = plan_engine(model, **{name: value for name, value in options.items() if value is not None})
     print(json.dumps(asdict(plan)) if as_json else "\n".join(plan.lines()))
@@ -200,7 +200,7 @@ def _mix(text: str) -> list[tuple[int, int, float]]:
 
 
 def _observed(text: str) -> Any:
-    from jaxinfer.planner.roofline import EndToEnd
+    from jaxinfer.tools.planner.roofline import EndToEnd
 
     try:
         ttft, rate, tokens = text.split(":")
@@ -216,8 +216,8 @@ def _compiled_temporaries(model: str, plan: Any) -> int:
 
     from jaxinfer import defaults, models
     from jaxinfer.kv_cache import KVCacheSpec
-    from jaxinfer.planner import shape, temporaries
     from jaxinfer.step import Buckets
+    from jaxinfer.tools.planner import shape, temporaries
 
     device, load = jax.devices()[0], plan.load
     if device.platform != plan.setting.hardware.platform:
@@ -251,8 +251,8 @@ def _compiled_temporaries(model: str, plan: Any) -> int:
 
 
 def _measured(model: str, plan: Any, extra: dict[str, Any]) -> str:
-    from jaxinfer.planner import report
-    from jaxinfer.planner.measure import measure
+    from jaxinfer.tools.planner import report
+    from jaxinfer.tools.planner.measure import measure
 
     found = measure(
         model,

@@ -54,11 +54,11 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Simulate queueing: TTFT, TPOT, latency, pages and preemptions under an arrival rate."""
-    from jaxinfer.planner import make_plan, report
-    from jaxinfer.planner import simulate as simulation
-    from jaxinfer.planner.workload import LENGTHS, arrivals
     from jaxinfer.scheduler import SchedulerConfig
     from jaxinfer.step import Buckets
+    from jaxinfer.tools.planner import make_plan, report
+    from jaxinfer.tools.planner import simulate as simulation
+    from jaxinfer.tools.planner.workload import LENGTHS, arrivals
 
     if workload not in LENGTHS:
         raise typer.BadParameter(f"--workload {workload!r} must be one of {', '.join(LENGTHS)}")
@@ -95,7 +95,7 @@ def run(
         page_size=plan.load.page_size,
     )
     if plot is not None:
-        from jaxinfer.planner import plots
+        from jaxinfer.tools.planner import plots
 
         plots.plot_simulation(result, plot)
     if as_json:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from jaxinfer.layers import RopeConfig
+from jaxinfer.models.layers import RopeConfig
 
 # Keys that do not change what inference computes, whatever their value.
 INERT_KEYS = frozenset(

@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxinfer import attention, layers, quantization
+from jaxinfer import attention, quantization
 from jaxinfer.batch import StepBatch
 from jaxinfer.kv_cache import KVCache
-from jaxinfer.layers import RopeConfig
-from jaxinfer.models import hf_config
+from jaxinfer.models import hf_config, layers
+from jaxinfer.models.layers import RopeConfig
 
 HANDLED_KEYS = frozenset(
     {

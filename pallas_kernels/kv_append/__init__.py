@@ -7,17 +7,17 @@ shapes.
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import cpu_pages
-from pallas_kernels.contract import check_array, load
+from jaxinfer.pallas_kernels import cpu_pages
+from jaxinfer.pallas_kernels.contract import check_array, load
 
 # implementation -> the module that holds a function `kv_append` of the signature below, less `implementation`
 IMPLEMENTATIONS = {
-    "reference": "pallas_kernels.kv_append.reference",
-    "xla": "pallas_kernels.kv_append.xla",
-    "cpu": "pallas_kernels.kv_append.cpu",  # into pages of the CPU layout
-    "tpu": "pallas_kernels.kv_append.tpu",
-    "gpu": "pallas_kernels.kv_append.gpu",
-    "gpu_xla": "pallas_kernels.kv_append.gpu_xla",  # gpu where it has the combination, else xla
+    "reference": "jaxinfer.pallas_kernels.kv_append.reference",
+    "xla": "jaxinfer.pallas_kernels.kv_append.xla",
+    "cpu": "jaxinfer.pallas_kernels.kv_append.cpu",  # into pages of the CPU layout
+    "tpu": "jaxinfer.pallas_kernels.kv_append.tpu",
+    "gpu": "jaxinfer.pallas_kernels.kv_append.gpu",
+    "gpu_xla": "jaxinfer.pallas_kernels.kv_append.gpu_xla",  # gpu where it has the combination, else xla
 }
 # page dtypes that need kv_scales, and the largest value that a quantized number takes in them
 QUANTIZED_MAX = {"int8": 127.0, "int4": 7.0, "float8_e4m3fn": 448.0}

@@ -1,6 +1,6 @@
 """What one call of kv_append costs on the device at hand, beside what it must cost.
 
-    python -m pallas_kernels.kv_append.bench --implementation gpu --gb-per-s 4800
+    python -m jaxinfer.pallas_kernels.kv_append.bench --implementation gpu --gb-per-s 4800
 
 Decode steps write so little that what is seen is the time to start a kernel; prefills are bound by memory.
 """
@@ -11,9 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import cpu_pages, timing
-from pallas_kernels.kv_append import QUANTIZED_MAX, kv_append
-from pallas_kernels.kv_append.cases import Case, make_inputs
+from jaxinfer.pallas_kernels import cpu_pages, timing
+from jaxinfer.pallas_kernels.kv_append import QUANTIZED_MAX, kv_append
+from jaxinfer.pallas_kernels.kv_append.cases import Case, make_inputs
 
 
 def chip_cases(page_size: int) -> tuple[Case, ...]:

@@ -3,8 +3,8 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import cpu_pages
-from pallas_kernels.kv_append.reference import cast
+from jaxinfer.pallas_kernels import cpu_pages
+from jaxinfer.pallas_kernels.kv_append.reference import cast
 
 
 def kv_append(

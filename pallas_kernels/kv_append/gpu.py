@@ -16,9 +16,9 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import mosaic_gpu
-from pallas_kernels.kv_append.reference import quantize
-from pallas_kernels.mosaic_gpu import MAX_TMA_BOX, TMA_ALIGNMENT
+from jaxinfer.pallas_kernels import mosaic_gpu
+from jaxinfer.pallas_kernels.kv_append.reference import quantize
+from jaxinfer.pallas_kernels.mosaic_gpu import MAX_TMA_BOX, TMA_ALIGNMENT
 
 # Tokens per block. Eight rows of 4 KiB (Llama-3-8B, bf16) are in flight; 256 decode rows make 32 blocks.
 BLOCK_T = 8

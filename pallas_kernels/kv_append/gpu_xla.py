@@ -5,7 +5,7 @@ The choice is in shapes, dtypes and the compute capability: nothing depends on t
 
 import jax
 
-from pallas_kernels.kv_append import gpu, xla
+from jaxinfer.pallas_kernels.kv_append import gpu, xla
 
 
 def kv_append(

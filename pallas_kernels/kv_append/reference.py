@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.kv_append import QUANTIZED_MAX
+from jaxinfer.pallas_kernels.kv_append import QUANTIZED_MAX
 
 
 def quantize(x: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:

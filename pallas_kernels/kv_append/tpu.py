@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.kv_append.reference import quantize
+from jaxinfer.pallas_kernels.kv_append.reference import quantize
 
 LANES = 128
 SMEM_BYTES = 1 << 20  # scalar memory of every TPU core so far

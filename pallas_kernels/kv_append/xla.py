@@ -1,5 +1,5 @@
 """The production path on CPU."""
 
-from pallas_kernels.kv_append.reference import kv_append
+from jaxinfer.pallas_kernels.kv_append.reference import kv_append
 
 __all__ = ["kv_append"]

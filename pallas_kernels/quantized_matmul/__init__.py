@@ -9,14 +9,14 @@ per token are those of ZeroQuant (arXiv:2206.01861). `cases.py` has the named sh
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.contract import check_array, load
+from jaxinfer.pallas_kernels.contract import check_array, load
 
 # implementation -> the module that holds a function `quantized_matmul` of the signature below, less `implementation`
 IMPLEMENTATIONS = {
-    "reference": "pallas_kernels.quantized_matmul.reference",  # the whole weight in float32: the truth
-    "xla": "pallas_kernels.quantized_matmul.xla",  # the production path on CPU
-    "tpu": "pallas_kernels.quantized_matmul.tpu",  # Pallas Mosaic TPU
-    "gpu": "pallas_kernels.quantized_matmul.gpu",  # Pallas Mosaic GPU
+    "reference": "jaxinfer.pallas_kernels.quantized_matmul.reference",  # the whole weight in float32: the truth
+    "xla": "jaxinfer.pallas_kernels.quantized_matmul.xla",  # the production path on CPU
+    "tpu": "jaxinfer.pallas_kernels.quantized_matmul.tpu",  # Pallas Mosaic TPU
+    "gpu": "jaxinfer.pallas_kernels.quantized_matmul.gpu",  # Pallas Mosaic GPU
 }
 GROUPS = (32, 64, 128)  # inputs that may share a scale, besides all D of an output (per channel)
 W8A8 = ("int8", "bfloat16")  # what the products of quantized activations are computed in

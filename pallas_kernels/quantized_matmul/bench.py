@@ -1,6 +1,7 @@
 """What one call of quantized_matmul costs at the shapes of real models, beside what it must cost.
 
-    python -m pallas_kernels.quantized_matmul.bench [--implementation xla] [--weights smollm2_gate,...] [--rows 1,64]
+    python -m jaxinfer.pallas_kernels.quantized_matmul.bench \
+        [--implementation xla] [--weights smollm2_gate,...] [--rows 1,64]
 
 First a card per case: the bytes that must move (each array once), the FLOPs, and the time that the larger of them takes
 at the given limits; with --card nothing more. Then times: all forms of a shape in turn, in one process, so that their
@@ -17,9 +18,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import timing
-from pallas_kernels.quantized_matmul import quantized_matmul
-from pallas_kernels.quantized_matmul.cases import FORMS, Case, make_inputs, model_case
+from jaxinfer.pallas_kernels import timing
+from jaxinfer.pallas_kernels.quantized_matmul import quantized_matmul
+from jaxinfer.pallas_kernels.quantized_matmul.cases import FORMS, Case, make_inputs, model_case
 
 PLAIN = "plain"  # the product with weights that are not quantized
 

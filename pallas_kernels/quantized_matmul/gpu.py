@@ -19,10 +19,10 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import mosaic_gpu
-from pallas_kernels.quantized_matmul import tuning
-from pallas_kernels.quantized_matmul.costs import estimate
-from pallas_kernels.quantized_matmul.gpu_schedule import (
+from jaxinfer.pallas_kernels import mosaic_gpu
+from jaxinfer.pallas_kernels.quantized_matmul import tuning
+from jaxinfer.pallas_kernels.quantized_matmul.costs import estimate
+from jaxinfer.pallas_kernels.quantized_matmul.gpu_schedule import (
     BLOCK_F,
     CHUNK,
     COMPUTE_WARPGROUPS,
@@ -31,7 +31,7 @@ from pallas_kernels.quantized_matmul.gpu_schedule import (
     Schedule,
     count,
 )
-from pallas_kernels.quantized_matmul.reference import quantize_rows
+from jaxinfer.pallas_kernels.quantized_matmul.reference import quantize_rows
 
 # Registers per thread: 2 x 128 x 232 + 128 x 40 fill the 64 K registers of an SM.
 COMPUTE_REGISTERS, FETCH_REGISTERS = 232, 40

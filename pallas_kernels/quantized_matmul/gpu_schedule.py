@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.quantized_matmul.costs import Cost, Product, bits
+from jaxinfer.pallas_kernels.quantized_matmul.costs import Cost, Product, bits
 
 COMPUTE_WARPGROUPS = 2
 WGMMA_ROWS = 64  # outputs of one warpgroup

@@ -17,10 +17,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.quantized_matmul import tuning
-from pallas_kernels.quantized_matmul.costs import estimate
-from pallas_kernels.quantized_matmul.reference import quantize_rows
-from pallas_kernels.quantized_matmul.tpu_schedule import LANES, Blocks, Schedule, count
+from jaxinfer.pallas_kernels.quantized_matmul import tuning
+from jaxinfer.pallas_kernels.quantized_matmul.costs import estimate
+from jaxinfer.pallas_kernels.quantized_matmul.reference import quantize_rows
+from jaxinfer.pallas_kernels.quantized_matmul.tpu_schedule import LANES, Blocks, Schedule, count
 
 VMEM_SLACK_BYTES = 16 << 20  # for values that do not stay in registers
 PRODUCT_INPUTS = 512  # whose weights are widened before a product: as many as stay near the matrix unit

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from jax.experimental import pallas as pl
 
-from pallas_kernels.quantized_matmul.costs import Cost, Product, bits
+from jaxinfer.pallas_kernels.quantized_matmul.costs import Cost, Product, bits
 
 LANES = 128
 

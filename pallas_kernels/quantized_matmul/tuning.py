@@ -9,8 +9,8 @@ from typing import Any
 import jax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.quantized_matmul import gpu_schedule, tpu_schedule
-from pallas_kernels.quantized_matmul.tpu_schedule import LANES
+from jaxinfer.pallas_kernels.quantized_matmul import gpu_schedule, tpu_schedule
+from jaxinfer.pallas_kernels.quantized_matmul.tpu_schedule import LANES
 
 # Chips whose matrix unit has no int8 products, by jax's device_kind: Ironwood's has bfloat16 and float8. Its compiler
 # takes an int8 product all the same and has to emulate it.

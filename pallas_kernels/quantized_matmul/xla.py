@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.quantized_matmul.few_rows import one_row_matmul
-from pallas_kernels.quantized_matmul.reference import INT8_MAX, largest_of_rows, quantize_rows, widen
+from jaxinfer.pallas_kernels.quantized_matmul.few_rows import one_row_matmul
+from jaxinfer.pallas_kernels.quantized_matmul.reference import INT8_MAX, largest_of_rows, quantize_rows, widen
 
 CPU_INT8_ROWS = 8  # up to so many rows are multiplied as int8 parts
 CPU_FUSED_ROWS = 64  # and up to so many by multiplying and summing

@@ -10,21 +10,21 @@ sinks gpt-oss, soft_cap Gemma 2. `cases.py` has the named shapes that every impl
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import cpu_pages
-from pallas_kernels.contract import check_array, load
+from jaxinfer.pallas_kernels import cpu_pages
+from jaxinfer.pallas_kernels.contract import check_array, load
 
 # implementation -> the module that holds a function `ragged_paged_attention` of the signature below, less
 # `implementation`. Imported on first use, so that a CPU run never loads an accelerator's Pallas lowering.
 IMPLEMENTATIONS = {
-    "reference": "pallas_kernels.ragged_paged_attention.reference",  # plain, dense, float32: the truth
-    "xla": "pallas_kernels.ragged_paged_attention.xla",  # plain XLA, for every device
-    "cpu": "pallas_kernels.ragged_paged_attention.xla",  # the same over pages of the CPU layout: production on CPU
+    "reference": "jaxinfer.pallas_kernels.ragged_paged_attention.reference",  # plain, dense, float32: the truth
+    "xla": "jaxinfer.pallas_kernels.ragged_paged_attention.xla",  # plain XLA, for every device
+    "cpu": "jaxinfer.pallas_kernels.ragged_paged_attention.xla",  # the same over pages of the CPU layout
     # CPU, for batch_invariant=True: no bit of a token's result depends on what else is in the batch
-    "cpu_invariant": "pallas_kernels.ragged_paged_attention.cpu_invariant",
-    "tpu": "pallas_kernels.ragged_paged_attention.tpu",  # Pallas Mosaic TPU
-    "gpu": "pallas_kernels.ragged_paged_attention.gpu",  # Pallas Mosaic GPU
+    "cpu_invariant": "jaxinfer.pallas_kernels.ragged_paged_attention.cpu_invariant",
+    "tpu": "jaxinfer.pallas_kernels.ragged_paged_attention.tpu",  # Pallas Mosaic TPU
+    "gpu": "jaxinfer.pallas_kernels.ragged_paged_attention.gpu",  # Pallas Mosaic GPU
     # calls that the decode kernel of gpu takes whole by gpu, every other call by xla
-    "gpu_xla": "pallas_kernels.ragged_paged_attention.gpu_xla",
+    "gpu_xla": "jaxinfer.pallas_kernels.ragged_paged_attention.gpu_xla",
 }
 QUANTIZED_DTYPES = (jnp.int8, jnp.int4, jnp.float8_e4m3fn)  # page dtypes that need kv_scales
 FLOAT_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)  # page dtypes that must not have kv_scales; q dtypes

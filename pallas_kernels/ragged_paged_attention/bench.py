@@ -2,7 +2,8 @@
 
 On a CPU, at SmolLM2's shapes (N 9, K 3, H 64):
 
-    python -m pallas_kernels.ragged_paged_attention.bench [--implementation xla] [--pages float32:16,bfloat16:64] ...
+    python -m jaxinfer.pallas_kernels.ragged_paged_attention.bench \
+        [--implementation xla] [--pages float32:16,bfloat16:64] ...
 
 On an accelerator `scripts/device_check.py --stage kernels` times `chip_cases`. With --distance nothing is run: it
 prints what the kernels move and compute on v6e and H200 over the least possible, by their own schedules.
@@ -23,9 +24,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import cpu_pages, timing
-from pallas_kernels.ragged_paged_attention import QUANTIZED_DTYPES, distance, ragged_paged_attention
-from pallas_kernels.ragged_paged_attention.cases import Case, make_inputs
+from jaxinfer.pallas_kernels import cpu_pages, timing
+from jaxinfer.pallas_kernels.ragged_paged_attention import QUANTIZED_DTYPES, distance, ragged_paged_attention
+from jaxinfer.pallas_kernels.ragged_paged_attention.cases import Case, make_inputs
 
 STATIC = ("sm_scale", "max_q_len", "sliding_window", "soft_cap", "implementation")
 

@@ -17,8 +17,13 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import cpu_pages
-from pallas_kernels.ragged_paged_attention.xla import FEW_QUERIES, product, read_block, sums_of_vectors
+from jaxinfer.pallas_kernels import cpu_pages
+from jaxinfer.pallas_kernels.ragged_paged_attention.xla import (
+    FEW_QUERIES,
+    product,
+    read_block,
+    sums_of_vectors,
+)
 
 # Of a turn: fewer cost more per token, more cost a lone row more.
 TURN_PAIRS, TURN_TOKENS = 64, 4096

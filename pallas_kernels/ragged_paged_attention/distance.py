@@ -1,6 +1,6 @@
 """Distance to the limit, on paper: what the kernels move and compute by their own schedules over the least possible.
 
-    python -m pallas_kernels.ragged_paged_attention.bench --distance
+    python -m jaxinfer.pallas_kernels.ragged_paged_attention.bench --distance
 
 Llama-3-8B in bfloat16, at pages of PAGE_SIZE tokens, on one v6e by the TPU kernel and on one H200 by the GPU kernels.
 Decode is one token of every row, prefill every row whole. Counted, not measured: speed is proven by nothing here.
@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.ragged_paged_attention import gpu_costs, gpu_decode, gpu_prefill, tpu, tpu_costs
+from jaxinfer.pallas_kernels.ragged_paged_attention import gpu_costs, gpu_decode, gpu_prefill, tpu, tpu_costs
 
 BATCHES = (1, 16, 64, 256)
 CONTEXTS = (1024, 8192, 32768)  # mean tokens of a row

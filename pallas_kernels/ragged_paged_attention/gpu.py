@@ -9,8 +9,8 @@ With a larger max_q_len, rows [0, decode_end) take gpu_decode as rows of one tok
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import mosaic_gpu
-from pallas_kernels.ragged_paged_attention import gpu_costs, gpu_decode, gpu_prefill, gpu_tuning
+from jaxinfer.pallas_kernels import mosaic_gpu
+from jaxinfer.pallas_kernels.ragged_paged_attention import gpu_costs, gpu_decode, gpu_prefill, gpu_tuning
 
 MAX_DECODE_Q_LEN = 16  # query tokens of a draft row that take the decode kernel, if they fit its tile
 QUANTIZED_DTYPES = (jnp.int8, jnp.float8_e4m3fn)

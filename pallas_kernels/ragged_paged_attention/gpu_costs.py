@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from jax.experimental import pallas as pl
 
-from pallas_kernels.ragged_paged_attention import gpu_decode, gpu_prefill
+from jaxinfer.pallas_kernels.ragged_paged_attention import gpu_decode, gpu_prefill
 
 BYTES = 2  # of an element of q and out
 F32_BYTES = 4

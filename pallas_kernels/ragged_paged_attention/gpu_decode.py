@@ -27,9 +27,9 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import mosaic_gpu
-from pallas_kernels.mosaic_gpu import PIECE_ROWS
-from pallas_kernels.ragged_paged_attention import gpu_tuning
+from jaxinfer.pallas_kernels import mosaic_gpu
+from jaxinfer.pallas_kernels.mosaic_gpu import PIECE_ROWS
+from jaxinfer.pallas_kernels.ragged_paged_attention import gpu_tuning
 
 LOG2_E = math.log2(math.e)
 MAX_ROWS = 64  # of the query tile: four warps of 16

@@ -24,9 +24,9 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import mosaic_gpu
-from pallas_kernels.mosaic_gpu import PIECE_ROWS, TMA_ALIGNMENT
-from pallas_kernels.ragged_paged_attention import gpu_tuning
+from jaxinfer.pallas_kernels import mosaic_gpu
+from jaxinfer.pallas_kernels.mosaic_gpu import PIECE_ROWS, TMA_ALIGNMENT
+from jaxinfer.pallas_kernels.ragged_paged_attention import gpu_tuning
 
 COMPUTE_CAPABILITY = (9, 0)  # the only one with WGMMA
 LOG2_E = math.log2(math.e)

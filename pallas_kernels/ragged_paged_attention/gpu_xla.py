@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from pallas_kernels.ragged_paged_attention import gpu, xla
+from jaxinfer.pallas_kernels.ragged_paged_attention import gpu, xla
 
 
 def ragged_paged_attention(

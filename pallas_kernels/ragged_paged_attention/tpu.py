@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.ragged_paged_attention import tpu_costs, tuning
-from pallas_kernels.ragged_paged_attention.tpu_kernel import attention_kernel
-from pallas_kernels.ragged_paged_attention.tpu_schedule import LANES, Blocks, Static
+from jaxinfer.pallas_kernels.ragged_paged_attention import tpu_costs, tuning
+from jaxinfer.pallas_kernels.ragged_paged_attention.tpu_kernel import attention_kernel
+from jaxinfer.pallas_kernels.ragged_paged_attention.tpu_schedule import LANES, Blocks, Static
 
 SMEM_BYTES = 1 << 20  # scalar memory of every TPU core so far
 SMEM_RESERVED_BYTES = 32 << 10  # what the compiler keeps for itself, with room to spare

@@ -8,7 +8,14 @@ import jax
 import numpy as np
 from jax.experimental import pallas as pl
 
-from pallas_kernels.ragged_paged_attention.tpu_schedule import LANES, Item, Static, cdiv, item_of, tile_of
+from jaxinfer.pallas_kernels.ragged_paged_attention.tpu_schedule import (
+    LANES,
+    Item,
+    Static,
+    cdiv,
+    item_of,
+    tile_of,
+)
 
 
 class Cost(NamedTuple):

@@ -12,8 +12,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.ragged_paged_attention import tpu_schedule as schedule
-from pallas_kernels.ragged_paged_attention.tpu_schedule import LANES, Static
+from jaxinfer.pallas_kernels.ragged_paged_attention import tpu_schedule as schedule
+from jaxinfer.pallas_kernels.ragged_paged_attention.tpu_schedule import LANES, Static
 
 MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)  # finite: a tile may see nothing in its first block
 COPY_TOKENS = 16  # of q and out per copy

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from pallas_kernels.ragged_paged_attention.tpu_schedule import LANES, Blocks, cdiv
+from jaxinfer.pallas_kernels.ragged_paged_attention.tpu_schedule import LANES, Blocks, cdiv
 
 DECODE_MAX_Q_LEN = 16  # rows of up to so many query tokens take the decode path
 FETCH_BYTES = 2 << 20  # of one of the two kv buffers: hides a copy's start, far below 64 MiB of VMEM

@@ -12,8 +12,8 @@ from pathlib import Path
 import platformdirs
 import pytest
 
-from checkpoints import fetch as fetching
-from checkpoints.fetch import FetchError, catalog, fetch, resolve
+from jaxinfer.checkpoints import fetch as fetching
+from jaxinfer.checkpoints.fetch import FetchError, catalog, fetch, resolve
 
 CONTENT = bytes(range(256)) * 9000  # 2.3 MB: more than one block
 

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from tiny_models import CONFIGS, make_tiny, write_gguf
 
-from checkpoints import CheckpointError, open_checkpoint
-from checkpoints.gguf import read_header
-from jaxinfer.layers import rope_frequencies
+from jaxinfer.checkpoints import CheckpointError, open_checkpoint
+from jaxinfer.checkpoints.gguf import read_header
 from jaxinfer.models import llama, qwen3
+from jaxinfer.models.layers import rope_frequencies
 
 MODELS = {"llama": llama, "qwen3": qwen3}
 

@@ -7,8 +7,8 @@ import pytest
 import text_fixtures as fixtures
 from tokenizers import pre_tokenizers
 
-from checkpoints import gguf_tokenizer
-from jaxinfer.tokenizer import from_gguf_metadata, load_tokenizer
+from jaxinfer.checkpoints import gguf_tokenizer
+from jaxinfer.text.tokenizer import from_gguf_metadata, load_tokenizer
 
 SPACE = "\u2581"
 

@@ -11,8 +11,8 @@ import pytest
 from safetensors.numpy import save_file
 from tiny_models import make_tiny, write_hf
 
-from checkpoints import CheckpointError, open_checkpoint
-from checkpoints.huggingface import read_safetensors
+from jaxinfer.checkpoints import CheckpointError, open_checkpoint
+from jaxinfer.checkpoints.huggingface import read_safetensors
 
 BF16 = ml_dtypes.bfloat16
 TINY = {"model_type": "llama", "tie_word_embeddings": True}

@@ -12,8 +12,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from tiny_models import CONFIGS, make_tiny, write_gguf, write_hf
 
-from checkpoints import CheckpointError, load_weights, open_checkpoint, weights_from_tree
-from checkpoints.loading import named_leaves
+from jaxinfer.checkpoints import CheckpointError, load_weights, open_checkpoint, weights_from_tree
+from jaxinfer.checkpoints.loading import named_leaves
 from jaxinfer.models import llama, qwen3
 
 MODELS = {"llama": llama, "qwen3": qwen3}
@@ -179,7 +179,7 @@ def peak():  # bytes; VmHWM and not ru_maxrss, which a child inherits from its p
         return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
 
 before = peak()
-from checkpoints import load_weights, open_checkpoint
+from jaxinfer.checkpoints import load_weights, open_checkpoint
 from jaxinfer.models import llama
 checkpoint = open_checkpoint(sys.argv[1])
 weights = load_weights(checkpoint, llama, llama.Config.from_hf(checkpoint.config), np.dtype(sys.argv[2]))

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from tiny_models import CONFIGS
 
-from checkpoints import CheckpointError
-from checkpoints.loading import named_leaves
-from checkpoints.orbax_io import restore_weights, save_weights
+from jaxinfer.checkpoints import CheckpointError
+from jaxinfer.checkpoints.loading import named_leaves
+from jaxinfer.checkpoints.orbax_io import restore_weights, save_weights
 from jaxinfer.models import llama
 
 CONFIG = llama.Config.from_hf(CONFIGS["llama_gqa"] | {"num_hidden_layers": 1})

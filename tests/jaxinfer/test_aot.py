@@ -18,10 +18,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import CONFIGS, make_tiny, write_hf
 
-from jaxinfer import SamplingParams, compile_cache, saved_programs
-from jaxinfer.aot import build, child, compiler, hlo, report, run, search, targets
-from jaxinfer.aot.options import DEFAULTS
+from jaxinfer import SamplingParams
 from jaxinfer.llm import LLM
+from jaxinfer.programs import compile_cache, saved_programs
+from jaxinfer.tools.aot import build, child, compiler, hlo, report, run, search, targets
+from jaxinfer.tools.aot.options import DEFAULTS
 
 GIB = 2**30
 

@@ -13,8 +13,8 @@ import jax
 import pytest
 from engines import BUCKETS, drain, generate, greedy_params, load, make_engine
 
-from jaxinfer.background import BackgroundCompiler, give_back_memory
 from jaxinfer.engine import Engine
+from jaxinfer.programs.background import BackgroundCompiler, give_back_memory
 from jaxinfer.request import SamplingParams
 from jaxinfer.step import Program, Programs
 

@@ -14,10 +14,10 @@ from batch_jobs import OPTIONS, VOCAB, by_id, cached_llm, ids_of, mixed, text, w
 from typer.testing import CliRunner
 
 import jaxinfer.llm
-from jaxinfer.batch_runner import dumps, runner
-from jaxinfer.batch_runner.window import Window
 from jaxinfer.cli import app
 from jaxinfer.request import SamplingParams, TopK
+from jaxinfer.tools.batch_runner import dumps, runner
+from jaxinfer.tools.batch_runner.window import Window
 
 TOP = TopK(20, 20)
 TOLERANCE = 1e-4  # float32 logits of at most 30

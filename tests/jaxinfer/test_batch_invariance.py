@@ -14,10 +14,9 @@ import pytest
 from engines import load
 from tiny_models import random_tokens
 
-from checkpoints import fetch
-from jaxinfer import layers
+from jaxinfer.checkpoints import fetch
 from jaxinfer.llm import LLM
-from jaxinfer.models import llama
+from jaxinfer.models import layers, llama
 from jaxinfer.request import SamplingParams
 from jaxinfer.step import Buckets
 from jaxinfer.tiles import TILE, map_tiles

@@ -7,12 +7,12 @@ import random
 import pytest
 from batch_jobs import OPTIONS, ROWS, cached_llm, mixed, write_model
 
-from jaxinfer.batch_runner import journal, manifest, ordered, runner
-from jaxinfer.batch_runner.index import Index
-from jaxinfer.batch_runner.journal import Journal
-from jaxinfer.batch_runner.ordered import OrderedOutput, absorb, early_path, set_aside
-from jaxinfer.batch_runner.window import Window
 from jaxinfer.request import SamplingParams
+from jaxinfer.tools.batch_runner import journal, manifest, ordered, runner
+from jaxinfer.tools.batch_runner.index import Index
+from jaxinfer.tools.batch_runner.journal import Journal
+from jaxinfer.tools.batch_runner.ordered import OrderedOutput, absorb, early_path, set_aside
+from jaxinfer.tools.batch_runner.window import Window
 
 
 def record(line: int, error=None) -> bytes:

@@ -10,11 +10,11 @@ import time
 
 import pytest
 
-from jaxinfer.batch_runner import inputs, journal, progress
-from jaxinfer.batch_runner.index import Index
-from jaxinfer.batch_runner.journal import Journal, JournalError
-from jaxinfer.batch_runner.progress import Progress, Totals
 from jaxinfer.scheduler import SchedulerStats
+from jaxinfer.tools.batch_runner import inputs, journal, progress
+from jaxinfer.tools.batch_runner.index import Index
+from jaxinfer.tools.batch_runner.journal import Journal, JournalError
+from jaxinfer.tools.batch_runner.progress import Progress, Totals
 
 
 def test_a_line_is_in_the_file_when_append_returns(tmp_path):
@@ -118,7 +118,7 @@ def test_an_endless_line_is_read_past(tmp_path, monkeypatch):
 
 WAITING = """
 import signal, sys, time
-from jaxinfer.batch_runner import interruption
+from jaxinfer.tools.batch_runner import interruption
 interruption.GRACE_SECONDS = float(sys.argv[1])
 with interruption.Interruption("last words") as asked:
     print("ready", flush=True)
@@ -152,7 +152,7 @@ def test_signals(grace, manners, signals, code, says):
 
 
 def test_signal_handlers_are_given_back():
-    from jaxinfer.batch_runner.interruption import SIGNALS, Interruption
+    from jaxinfer.tools.batch_runner.interruption import SIGNALS, Interruption
 
     before = [signal.getsignal(signum) for signum in SIGNALS]
     threads = threading.active_count()

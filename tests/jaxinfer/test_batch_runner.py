@@ -18,10 +18,10 @@ from batch_jobs import OPTIONS, ROWS, by_id, cached_llm, ids_of, mixed, records,
 from typer.testing import CliRunner
 
 import jaxinfer.llm
-from jaxinfer.batch_runner import journal, runner
-from jaxinfer.batch_runner.window import Window
 from jaxinfer.cli import app
 from jaxinfer.request import SamplingParams
+from jaxinfer.tools.batch_runner import journal, runner
+from jaxinfer.tools.batch_runner.window import Window
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def one_llm(model, monkeypatch):
 @pytest.fixture(autouse=True)
 def untouched_logging():
     """A command sets up the logs of its process, which here is the one of all tests."""
-    loggers = [logging.getLogger(name) for name in (None, "jaxinfer", "checkpoints", "pallas_kernels", "jax")]
+    loggers = [logging.getLogger(name) for name in (None, "jaxinfer", "jax")]
     before = [(logger.level, list(logger.handlers)) for logger in loggers]
     yield
     for logger, (level, handlers) in zip(loggers, before, strict=True):

@@ -11,9 +11,9 @@ from planted import make_planted, random_table
 from tiny_models import write_hf
 from typer.testing import CliRunner
 
-from jaxinfer.bench.workload import Lengths, Offer, at_rate, least_work, random_offers, read_offers
 from jaxinfer.cli import app
 from jaxinfer.metrics import Work
+from jaxinfer.tools.bench.workload import Lengths, Offer, at_rate, least_work, random_offers, read_offers
 
 sys.path.append(str(Path(__file__).parents[2] / "scripts"))
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import text_fixtures as fixtures
 
-from jaxinfer import chat
-from jaxinfer.tokenizer import Tokenizer, from_gguf_metadata, load_tokenizer
+from jaxinfer.text import chat
+from jaxinfer.text.tokenizer import Tokenizer, from_gguf_metadata, load_tokenizer
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "text"
 NOW = datetime(2025, 3, 9, 12, 30)  # the clock of scripts/oracle/text_oracle.py

@@ -21,9 +21,9 @@ from tiny_models import make_tiny, write_gguf, write_hf
 from typer.testing import CliRunner
 
 import jaxinfer.llm
-from checkpoints import TensorSource, fetch
-from jaxinfer import compile_cache
+from jaxinfer.checkpoints import TensorSource, fetch
 from jaxinfer.cli import COMMANDS, app, cache, options
+from jaxinfer.programs import compile_cache
 from jaxinfer.request import CompletionOutput, RequestMetrics, RequestOutput, SamplingParams
 
 VOCAB = 320
@@ -56,7 +56,7 @@ def model(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def untouched_logging():
     """A command sets up the logs of its process, which here is the one of all tests."""
-    loggers = [logging.getLogger(name) for name in (None, "jaxinfer", "checkpoints", "pallas_kernels", "jax")]
+    loggers = [logging.getLogger(name) for name in (None, "jaxinfer", "jax")]
     before = [(logger.level, list(logger.handlers)) for logger in loggers]
     yield
     for logger, (level, handlers) in zip(loggers, before, strict=True):

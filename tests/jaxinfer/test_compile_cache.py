@@ -5,7 +5,7 @@ import sys
 import textwrap
 from pathlib import Path
 
-from jaxinfer import compile_cache
+from jaxinfer.programs import compile_cache
 
 SCRIPT = """
     import sys, jax, jax.numpy as jnp

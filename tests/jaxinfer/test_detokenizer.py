@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, pre_tokenizers
 
-from jaxinfer.detokenizer import Detokenizer, TextStream, decoder_rules
-from jaxinfer.stop_strings import StopStrings
-from jaxinfer.tokenizer import Tokenizer
+from jaxinfer.text.detokenizer import Detokenizer, TextStream, decoder_rules
+from jaxinfer.text.stop_strings import StopStrings
+from jaxinfer.text.tokenizer import Tokenizer
 
 
 def wrap(backend: tokenizers.Tokenizer) -> Tokenizer:

@@ -15,7 +15,7 @@ pytest.importorskip("lm_eval", reason="lm_eval is not installed: pip install 'ja
 
 from lm_eval.api.instance import Instance
 
-from jaxinfer.eval_adapter import JaxinferLM
+from jaxinfer.tools.eval_adapter import JaxinferLM
 
 VOCAB = 320
 MAX_LEN = 48
@@ -169,7 +169,7 @@ def test_the_harness_runs_a_task_on_it(folder, table, tmp_path):
     (tmp_path / "words.yaml").write_text(TASK.replace("DATA", str(tmp_path / "words.jsonl")))
     assert 0 < right < 12
 
-    command = [sys.executable, "-m", "jaxinfer.eval_adapter", "--model", "jaxinfer", "--tasks", "words"]
+    command = [sys.executable, "-m", "jaxinfer.tools.eval_adapter", "--model", "jaxinfer", "--tasks", "words"]
     command += ["--model_args", f"pretrained={folder},dtype=float32,max_model_len={MAX_LEN},max_num_seqs=4"]
     command += ["--include_path", str(tmp_path), "--output_path", str(tmp_path / "out")]
     environment = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home"), "JAX_PLATFORMS": "cpu"}

@@ -10,7 +10,7 @@ from tiny_models import make_tiny, write_gguf
 
 from jaxinfer import LLM, SamplingParams
 from jaxinfer.defaults import cpu_features, few_rows
-from jaxinfer.tokenizer import Tokenizer
+from jaxinfer.text.tokenizer import Tokenizer
 
 PROMPT = [3, 7, 11, 2, 9]
 

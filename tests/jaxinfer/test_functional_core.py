@@ -18,7 +18,7 @@ def snippet(title: str) -> str:
 
 @pytest.fixture
 def model_is_here():
-    from checkpoints import fetch
+    from jaxinfer.checkpoints import fetch
 
     if not fetch.is_here("smollm2-135m-instruct"):
         pytest.skip("run `jaxinfer fetch smollm2-135m-instruct` first")

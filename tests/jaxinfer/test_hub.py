@@ -12,10 +12,10 @@ import text_fixtures
 from hub_server import TOKEN, Repository, serve
 from tiny_models import make_tiny, write_hf
 
-from checkpoints import CheckpointError, fetch, hub, open_checkpoint
-from checkpoints.fetch import FetchError
 from jaxinfer import LLM
-from jaxinfer.tokenizer import load_tokenizer
+from jaxinfer.checkpoints import CheckpointError, fetch, hub, open_checkpoint
+from jaxinfer.checkpoints.fetch import FetchError
+from jaxinfer.text.tokenizer import load_tokenizer
 
 CONFIG, WEIGHTS = make_tiny("llama_gqa")
 
@@ -185,7 +185,9 @@ def test_catalog_names_and_folders_go_before_hub_names(tmp_path, monkeypatch, ca
     monkeypatch.chdir(tmp_path)
     (tmp_path / "acme" / "here").mkdir(parents=True)
     (tmp_path / "acme" / "listed").mkdir()
-    with caplog.at_level(logging.INFO, logger="checkpoints"):  # a command of this process may have set it
+    with caplog.at_level(
+        logging.INFO, logger="jaxinfer.checkpoints"
+    ):  # a command of this process may have set it
         assert fetch.resolve("acme/listed") == tmp_path / "file.gguf"
         assert fetch.resolve("acme/here") == Path("acme/here")
     assert [record.getMessage() for record in caplog.records] == [
@@ -216,7 +218,7 @@ def run(code: str, **environment: str) -> subprocess.CompletedProcess:
 
 def test_the_librarys_own_variables_act_and_a_second_run_is_offline(server, folders, tmp_path):
     environment = {"HF_ENDPOINT": server.url, "HF_HOME": str(tmp_path / "home"), "HF_TOKEN": TOKEN}
-    resolve = "from checkpoints import fetch; print(fetch.resolve('acme/private'))"
+    resolve = "from jaxinfer.checkpoints import fetch; print(fetch.resolve('acme/private'))"
     online = run(resolve, **environment)
     assert online.returncode == 0, online.stderr
     assert online.stdout.strip().startswith(str(tmp_path / "home" / "hub" / "models--acme--private"))

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxinfer import kv_cache as kv
-from pallas_kernels import cpu_pages
+from jaxinfer.pallas_kernels import cpu_pages
 
 SPEC = kv.KVCacheSpec(num_layers=2, num_kv_heads=3, head_dim=8, page_size=4, num_pages=6)
 

@@ -17,10 +17,10 @@ from planted import greedy, make_planted, next_logprobs, plant_chain, random_tab
 from tiny_models import write_hf
 
 from jaxinfer.llm import LLM
-from jaxinfer.prompts import default_sampling_params
-from jaxinfer.records import Record
 from jaxinfer.request import SamplingParams
 from jaxinfer.step import Buckets
+from jaxinfer.text.prompts import default_sampling_params
+from jaxinfer.text.records import Record
 
 VOCAB = 320
 OPTIONS = dict(

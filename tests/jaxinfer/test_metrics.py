@@ -10,11 +10,12 @@ from engines import ROWS, drain, generate, greedy_params, make_engine, submit
 from planner_shapes import tiny_shape
 from tiny_models import random_tokens
 
-from jaxinfer import metrics, timeline
+from jaxinfer import metrics
 from jaxinfer.metrics import Distribution, Recording, Work
-from jaxinfer.planner import hardware, roofline
-from jaxinfer.planner.roofline import Row, Setting
-from jaxinfer.planner.utilization import utilization
+from jaxinfer.tools import timeline
+from jaxinfer.tools.planner import hardware, roofline
+from jaxinfer.tools.planner.roofline import Row, Setting
+from jaxinfer.tools.planner.utilization import utilization
 
 NAME = "llama_gqa"
 

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from tiny_models import CONFIGS, checksum, make_tiny
 
-import checkpoints
-from checkpoints import huggingface
-from checkpoints.loading import weight_leaves
 from jaxinfer import batch as batches
+from jaxinfer import checkpoints, models
 from jaxinfer import kv_cache as kv
-from jaxinfer import layers, models
-from jaxinfer.layers import RopeConfig
+from jaxinfer.checkpoints import huggingface
+from jaxinfer.checkpoints.loading import weight_leaves
+from jaxinfer.models import layers
+from jaxinfer.models.layers import RopeConfig
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "tiny"
 # Logits of these models reach about 30; float32 sums of a few hundred terms in another order differ by
@@ -111,7 +111,7 @@ def test_rope_factors_of_a_gguf_file_equal_the_llama3_rule():
     """GGUF stores the llama3 rule as divisors; both forms must give the same frequencies."""
     from tiny_models import llama3_rope_factors
 
-    from jaxinfer.layers import rope_frequencies
+    from jaxinfer.models.layers import rope_frequencies
 
     hf = CONFIGS["llama_rope_llama3"]
     by_rule = rope_frequencies(models.llama.Config.from_hf(hf).rope)

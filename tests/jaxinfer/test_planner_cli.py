@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from jaxinfer import defaults
 from jaxinfer.cli import plan, simulate
 from jaxinfer.llm import LLM
-from jaxinfer.planner import hardware, temporaries
+from jaxinfer.tools.planner import hardware, temporaries
 
 LLAMA_7B = {
     "model_type": "llama",

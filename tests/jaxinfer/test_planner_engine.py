@@ -7,15 +7,15 @@ import pytest
 from planner_shapes import tiny_shape
 from tiny_models import CONFIGS
 
-from checkpoints import fetch
 from jaxinfer import defaults
+from jaxinfer.checkpoints import fetch
 from jaxinfer.kv_cache import KVCacheSpec
 from jaxinfer.llm import LLM
 from jaxinfer.models import llama
-from jaxinfer.planner import PlanError, check, hardware, make_plan, temporaries
-from jaxinfer.planner.engine_plan import _size
-from jaxinfer.planner.measure import measure_engine
 from jaxinfer.step import Buckets, Program
+from jaxinfer.tools.planner import PlanError, check, hardware, make_plan, temporaries
+from jaxinfer.tools.planner.engine_plan import _size
+from jaxinfer.tools.planner.measure import measure_engine
 
 CONFIG = llama.Config.from_hf(CONFIGS["llama_gqa"])
 SPEC = KVCacheSpec(CONFIG.num_layers, CONFIG.num_kv_heads, CONFIG.head_dim, 32, 2)

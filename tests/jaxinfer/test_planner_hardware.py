@@ -5,7 +5,7 @@ import tomllib
 
 import pytest
 
-from jaxinfer.planner import hardware
+from jaxinfer.tools.planner import hardware
 
 NAMES = ("h200", "h100", "b200", "a100", "v5e", "v5p", "v6e", "tpu7x")
 

@@ -12,13 +12,12 @@ from huggingface_hub.errors import HTTPError
 from planner_shapes import llama_shape
 from tiny_models import CONFIGS, make_tiny, write_gguf, write_hf
 
-import checkpoints
-from jaxinfer import models
+from jaxinfer import checkpoints, models
 from jaxinfer.kv_cache import KVCacheSpec
-from jaxinfer.planner import hardware, make_plan, shape
-from jaxinfer.planner.memory import Load, plan_memory
-from jaxinfer.planner.roofline import Setting, compare_attention
-from jaxinfer.planner.shape import ModelShape
+from jaxinfer.tools.planner import hardware, make_plan, shape
+from jaxinfer.tools.planner.memory import Load, plan_memory
+from jaxinfer.tools.planner.roofline import Setting, compare_attention
+from jaxinfer.tools.planner.shape import ModelShape
 
 GIB = 2**30
 

@@ -7,8 +7,8 @@ import pytest
 from planner_shapes import tiny_shape
 from tiny_models import make_tiny
 
-from jaxinfer.planner import hardware, roofline
-from jaxinfer.planner.roofline import EndToEnd, Row, Setting
+from jaxinfer.tools.planner import hardware, roofline
+from jaxinfer.tools.planner.roofline import EndToEnd, Row, Setting
 
 H100 = hardware.load("h100")
 

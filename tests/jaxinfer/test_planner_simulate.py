@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from planner_shapes import tiny_shape
 
-from jaxinfer.planner import hardware, roofline
-from jaxinfer.planner.roofline import Row, Setting
-from jaxinfer.planner.simulate import StepTime, percentile, simulate
-from jaxinfer.planner.workload import LENGTHS, QUANTILES, Arrival, arrivals, quantile
 from jaxinfer.scheduler import RequestTooLong, SchedulerConfig
 from jaxinfer.step import Buckets
+from jaxinfer.tools.planner import hardware, roofline
+from jaxinfer.tools.planner.roofline import Row, Setting
+from jaxinfer.tools.planner.simulate import StepTime, percentile, simulate
+from jaxinfer.tools.planner.workload import LENGTHS, QUANTILES, Arrival, arrivals, quantile
 
 SETTING = Setting(tiny_shape(), hardware.load("h100"))
 

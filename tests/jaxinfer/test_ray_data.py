@@ -1,4 +1,4 @@
-"""`jaxinfer.ray_data`: rows as the batch job answers them; a worker that is killed loses and repeats nothing."""
+"""`jaxinfer.tools.ray_data`: rows as the batch job answers them; a worker that is killed loses and repeats nothing."""
 
 import json
 import os
@@ -8,10 +8,10 @@ import pyarrow
 import pytest
 from batch_jobs import mixed, write_model
 
-from jaxinfer import ray_data
-from jaxinfer.batch_runner.tasks import hash64
 from jaxinfer.request import SamplingParams
 from jaxinfer.step import Buckets
+from jaxinfer.tools import ray_data
+from jaxinfer.tools.batch_runner.tasks import hash64
 
 # Few programs: they take longer to compile than these rows to run.
 OPTIONS = dict(

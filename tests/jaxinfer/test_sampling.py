@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from jaxinfer.filters import argmax, best_tokens
 from jaxinfer.request import SamplingParams
-from jaxinfer.sampling import (
+from jaxinfer.sampling.filters import argmax, best_tokens
+from jaxinfer.sampling.sample import (
     RowState,
     SamplingBatch,
     SamplingRow,

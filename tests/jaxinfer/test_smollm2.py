@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from checkpoints import fetch
 from jaxinfer import LLM, SamplingParams
+from jaxinfer.checkpoints import fetch
 from jaxinfer.step import Buckets
 from scripts.eval_items import make_items
 

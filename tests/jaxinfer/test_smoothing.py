@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from engines import load
 
-from checkpoints.loading import named_leaves
 from jaxinfer import batch as batches
 from jaxinfer import kv_cache as kv
 from jaxinfer import models, quantization, smoothing
+from jaxinfer.checkpoints.loading import named_leaves
 from jaxinfer.llm import LLM
 from jaxinfer.quantization import is_axes, quantize_leaf
 

@@ -10,8 +10,8 @@ import text_fixtures as fixtures
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
-from jaxinfer import chat
-from jaxinfer.tokenizer import Tokenizer, from_gguf_metadata, load_tokenizer
+from jaxinfer.text import chat
+from jaxinfer.text.tokenizer import Tokenizer, from_gguf_metadata, load_tokenizer
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "text"
 SMOLLM2 = "smollm2-135m-instruct"

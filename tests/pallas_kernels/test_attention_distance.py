@@ -2,7 +2,7 @@
 
 import pytest
 
-from pallas_kernels.ragged_paged_attention.distance import BATCHES, CONTEXTS, PAGE_SIZE, distance
+from jaxinfer.pallas_kernels.ragged_paged_attention.distance import BATCHES, CONTEXTS, PAGE_SIZE, distance
 
 
 @pytest.mark.parametrize("context", CONTEXTS)

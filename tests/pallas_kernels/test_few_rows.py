@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.quantized_matmul import few_rows
+from jaxinfer.pallas_kernels.quantized_matmul import few_rows
 
 GROUPS, OUTPUTS = 3, 40  # 96 inputs; outputs in tiles of 8
 

@@ -17,9 +17,22 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels import mosaic_gpu
-from pallas_kernels.ragged_paged_attention import gpu, gpu_prefill, gpu_tuning, gpu_xla, reference, xla
-from pallas_kernels.ragged_paged_attention.cases import CASES, CASES_BY_NAME, Case, make_inputs, without_rows
+from jaxinfer.pallas_kernels import mosaic_gpu
+from jaxinfer.pallas_kernels.ragged_paged_attention import (
+    gpu,
+    gpu_prefill,
+    gpu_tuning,
+    gpu_xla,
+    reference,
+    xla,
+)
+from jaxinfer.pallas_kernels.ragged_paged_attention.cases import (
+    CASES,
+    CASES_BY_NAME,
+    Case,
+    make_inputs,
+    without_rows,
+)
 
 STATIC = ("sm_scale", "max_q_len", "sliding_window", "soft_cap")
 TINY = {"num_q_heads": 2, "num_kv_heads": 1, "head_dim": 64, "page_size": 16}

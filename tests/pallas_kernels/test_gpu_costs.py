@@ -2,8 +2,8 @@
 
 import pytest
 
-from pallas_kernels.ragged_paged_attention import gpu_costs, gpu_decode, gpu_prefill
-from pallas_kernels.ragged_paged_attention.distance import (
+from jaxinfer.pallas_kernels.ragged_paged_attention import gpu_costs, gpu_decode, gpu_prefill
+from jaxinfer.pallas_kernels.ragged_paged_attention.distance import (
     BATCHES,
     CONTEXTS,
     HEAD_DIM,

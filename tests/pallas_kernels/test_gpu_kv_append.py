@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.kv_append import gpu, gpu_xla, reference
-from pallas_kernels.kv_append.cases import CASES, CASES_BY_NAME, Case, make_inputs
+from jaxinfer.pallas_kernels.kv_append import gpu, gpu_xla, reference
+from jaxinfer.pallas_kernels.kv_append.cases import CASES, CASES_BY_NAME, Case, make_inputs
 
 BY_TMA, BY_THREADS = (9, 0), (8, 0)
 

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.quantized_matmul import gpu, reference
-from pallas_kernels.quantized_matmul.cases import (
+from jaxinfer.pallas_kernels.quantized_matmul import gpu, reference
+from jaxinfer.pallas_kernels.quantized_matmul.cases import (
     CASES_BY_NAME,
     MODEL_CASES,
     Case,
@@ -22,8 +22,8 @@ from pallas_kernels.quantized_matmul.cases import (
     structs,
     tolerance,
 )
-from pallas_kernels.quantized_matmul.costs import least
-from pallas_kernels.quantized_matmul.gpu_schedule import Blocks, count
+from jaxinfer.pallas_kernels.quantized_matmul.costs import least
+from jaxinfer.pallas_kernels.quantized_matmul.gpu_schedule import Blocks, count
 
 # Several tiles of tokens and outputs, splits, more steps than buffers, D and F that end within a step or a tile.
 BLOCKS = Blocks(block_t=8, block_d=128, num_stages=2, num_splits=2)

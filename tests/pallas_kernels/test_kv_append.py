@@ -8,9 +8,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels import cpu_pages
-from pallas_kernels.kv_append import QUANTIZED_MAX, kv_append
-from pallas_kernels.kv_append.cases import CASES, CASES_BY_NAME, Case, make_inputs
+from jaxinfer.pallas_kernels import cpu_pages
+from jaxinfer.pallas_kernels.kv_append import QUANTIZED_MAX, kv_append
+from jaxinfer.pallas_kernels.kv_append.cases import CASES, CASES_BY_NAME, Case, make_inputs
 
 
 def numpy_append(inputs: dict[str, Any]) -> tuple[np.ndarray, np.ndarray | None]:

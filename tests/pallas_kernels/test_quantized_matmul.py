@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.quantized_matmul import quantized_matmul
-from pallas_kernels.quantized_matmul.cases import (
+from jaxinfer.pallas_kernels.quantized_matmul import quantized_matmul
+from jaxinfer.pallas_kernels.quantized_matmul.cases import (
     AWKWARD_CASES,
     CASES_BY_NAME,
     MODEL_CASES,

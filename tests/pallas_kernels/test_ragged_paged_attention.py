@@ -7,9 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import cpu_pages
-from pallas_kernels.ragged_paged_attention import ragged_paged_attention, xla
-from pallas_kernels.ragged_paged_attention.cases import CASES, CASES_BY_NAME, Case, make_inputs, without_rows
+from jaxinfer.pallas_kernels import cpu_pages
+from jaxinfer.pallas_kernels.ragged_paged_attention import ragged_paged_attention, xla
+from jaxinfer.pallas_kernels.ragged_paged_attention.cases import (
+    CASES,
+    CASES_BY_NAME,
+    Case,
+    make_inputs,
+    without_rows,
+)
 
 STATIC = ("sm_scale", "max_q_len", "sliding_window", "soft_cap", "return_lse", "implementation")
 attend_jit = jax.jit(ragged_paged_attention, static_argnames=STATIC)

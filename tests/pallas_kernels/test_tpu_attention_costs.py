@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.ragged_paged_attention import tpu, tpu_costs
-from pallas_kernels.ragged_paged_attention.tpu_schedule import Blocks, cdiv, item_of, tile_of
+from jaxinfer.pallas_kernels.ragged_paged_attention import tpu, tpu_costs
+from jaxinfer.pallas_kernels.ragged_paged_attention.tpu_schedule import Blocks, cdiv, item_of, tile_of
 
 LLAMA3_8B = (
     jax.ShapeDtypeStruct((1, 32, 128), jnp.bfloat16),  # q

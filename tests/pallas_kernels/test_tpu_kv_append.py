@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.kv_append import reference, tpu
-from pallas_kernels.kv_append.cases import CASES, CASES_BY_NAME, Case, make_inputs
+from jaxinfer.pallas_kernels.kv_append import reference, tpu
+from jaxinfer.pallas_kernels.kv_append.cases import CASES, CASES_BY_NAME, Case, make_inputs
 
 SIMULATOR = pltpu.InterpretParams(detect_races=True, dma_execution_mode="on_wait", uninitialized_memory="nan")
 FAST = ("smollm2_one", "smollm2_decode_bf16", "smollm2_prefill", "int4")  # the rest simulates for long

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.quantized_matmul import reference, tpu, tuning
-from pallas_kernels.quantized_matmul.cases import (
+from jaxinfer.pallas_kernels.quantized_matmul import reference, tpu, tuning
+from jaxinfer.pallas_kernels.quantized_matmul.cases import (
     AWKWARD_CASES,
     CASES_BY_NAME,
     MODEL_CASES,
@@ -22,8 +22,8 @@ from pallas_kernels.quantized_matmul.cases import (
     structs,
     tolerance,
 )
-from pallas_kernels.quantized_matmul.costs import least
-from pallas_kernels.quantized_matmul.tpu_schedule import Blocks, count
+from jaxinfer.pallas_kernels.quantized_matmul.costs import least
+from jaxinfer.pallas_kernels.quantized_matmul.tpu_schedule import Blocks, count
 
 SIMULATOR = pltpu.InterpretParams(detect_races=True, dma_execution_mode="on_wait", uninitialized_memory="nan")
 # Blocks so small that F, D and T take several steps, the last of F and T cut short.

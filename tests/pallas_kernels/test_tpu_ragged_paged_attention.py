@@ -13,9 +13,15 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.ragged_paged_attention import reference, tpu
-from pallas_kernels.ragged_paged_attention.cases import CASES, CASES_BY_NAME, Case, make_inputs, without_rows
-from pallas_kernels.ragged_paged_attention.tpu_schedule import LANES, Blocks
+from jaxinfer.pallas_kernels.ragged_paged_attention import reference, tpu
+from jaxinfer.pallas_kernels.ragged_paged_attention.cases import (
+    CASES,
+    CASES_BY_NAME,
+    Case,
+    make_inputs,
+    without_rows,
+)
+from jaxinfer.pallas_kernels.ragged_paged_attention.tpu_schedule import LANES, Blocks
 
 SIMULATOR = pltpu.InterpretParams(detect_races=True, dma_execution_mode="on_wait", uninitialized_memory="nan")
 SMALLEST_PAGE = {"int8": 32, "int4": 64, "float8_e4m3fn": 32}  # whole tiles

@@ -1,0 +1,1 @@
+"""Compiled programs: which there are, compiling, keeping and loading them."""

@@ -1,0 +1,276 @@
+"""Compiled programs in a folder: saved on one machine, run on another that has the chip, without compiling.
+
+A folder has `programs.json` and one file per program, the executable as XLA serializes it. JAX's own
+`serialize_executable` pickles its trees; here nothing is pickled: the order of arguments is that of the tree's
+leaves, and the structure of the result is found by abstract evaluation. An executable is machine code all the
+same: only load folders that you trust as you trust a program.
+
+Where a compiler cannot serialize, the folder has JAX's persistent compilation cache instead, warmed: an engine
+compiles through it, and finds there what JAX takes for the same program on the same device.
+"""
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import jax
+from jaxlib import _jax
+
+from jaxinfer.programs import compile_cache
+
+logger = logging.getLogger(__name__)
+
+MANIFEST = "programs.json"
+CACHE = "cache"  # JAX's persistent compilation cache, a folder inside; of programs that cannot be serialized
+_CACHED = "*-cache"  # what JAX's persistent cache calls its entries
+# platform -> the distributions whose versions an executable depends on
+COMPILED_BY = {
+    "cpu": ("jaxlib",),
+    "tpu": ("jaxlib", "libtpu"),
+    "gpu": ("jaxlib", "jax-cuda13-plugin", "jax-cuda13-pjrt"),
+}
+
+
+def facts(platform: str, device_kind: str) -> dict[str, str]:
+    """What must be equal where programs are saved and where they run."""
+    found = {"device": device_kind, "source of jaxinfer": _source_hash()}
+    if platform == "cpu":
+        found["processor"] = compile_cache.cpu_features()
+    return found | {name: _version(name) for name in COMPILED_BY[platform]}
+
+
+def identity(*parts: Any) -> str:
+    """A hash of what a program is compiled from: anything with a faithful repr, and the shapes in trees."""
+    leaves, structure = jax.tree.flatten(parts[-1])
+    shapes = [(x.shape, str(x.dtype)) for x in leaves]
+    return hashlib.sha256(repr((*parts[:-1], shapes, str(structure))).encode()).hexdigest()
+
+
+class Unserializable(RuntimeError):
+    """A compiled program cannot be written to a file; the message has the compiler's reason."""
+
+
+def serialize(executable: Any) -> bytes:
+    """The bytes of an executable of XLA, from `jax.stages.Compiled.runtime_executable()`.
+
+    Raises:
+      Unserializable: the compiler of this platform cannot.
+    """
+    try:
+        return executable.serialize()
+    except (AttributeError, RuntimeError) as error:  # some compilers' executables have no such method
+        raise Unserializable(_first_line(error)) from None
+
+
+@dataclass(frozen=True)
+class Folder:
+    """Where programs of one model with one set of options are saved for one kind of device.
+
+    facts: from `facts`, of the device that the programs are for.
+    model, options: of `LLM`, to build the same programs.
+    """
+
+    path: Path
+    facts: Mapping[str, str]
+    model: str
+    options: Mapping[str, Any]
+
+    def check(self) -> None:
+        """Raises ValueError if the folder has programs for another device, version, model or options."""
+        self._manifest()
+
+    def add(self, name: str, identity: str, data: bytes) -> int:
+        """Writes one serialized executable, and its entry in the manifest. Returns its bytes.
+
+        Args:
+          name, identity: what `SavedPrograms.load` will ask for.
+        """
+        digest = hashlib.sha256(data).hexdigest()
+        file = f"{digest[:16]}.bin"
+        manifest = self._manifest()
+        (self.path / file).write_bytes(data)
+        self._write(manifest, name, {"file": file, "sha256": digest, "bytes": len(data)}, identity)
+        return len(data)
+
+    def add_cached(self, name: str, identity: str, compile_: Callable[[], Any], why: str) -> int:
+        """Compiles a program that cannot be serialized, with JAX's persistent cache in the folder.
+
+        Args:
+          compile_: compiles the program anew.
+          why: the reason, for the manifest.
+
+        Returns:
+          the bytes that the cache keeps of it.
+
+        Raises:
+          Unserializable: the cache keeps nothing of it either.
+        """
+        manifest, cache = self._manifest(), self.path / CACHE
+        before = set(cache.glob(_CACHED))
+        compile_cache.enable(cache)
+        jax.clear_caches()  # or what was compiled a moment ago would be taken from memory
+        try:
+            compile_()
+        finally:
+            compile_cache.enable(None)
+        new = [path.name for path in set(cache.glob(_CACHED)) - before]
+        present = manifest["programs"].get(name, {})
+        if not new and present.get("identity") == identity:  # found in the cache
+            new = [file for file in present.get("cached", ()) if (cache / file).exists()]
+        if not new:
+            raise Unserializable(f"{why}; and the persistent cache does not keep it")
+        self._write(manifest, name, {"cached": sorted(new), "why": why}, identity)
+        return sum((cache / file).stat().st_size for file in new)
+
+    def _manifest(self) -> dict[str, Any]:
+        self.path.mkdir(parents=True, exist_ok=True)
+        manifest: dict[str, Any] = {
+            "facts": dict(self.facts),
+            "model": self.model,
+            "options": dict(self.options),
+            "programs": {},
+        }
+        if not (self.path / MANIFEST).exists():
+            return manifest
+        present = _read(self.path)
+        for key in ("facts", "model", "options"):
+            if present[key] != manifest[key]:
+                raise ValueError(
+                    f"{self.path} holds programs of other {key} ({present[key]}, not {manifest[key]}); give "
+                    "another folder, or remove it"
+                )
+        return present
+
+    def _write(self, manifest: dict[str, Any], name: str, entry: dict[str, Any], identity: str) -> None:
+        manifest["programs"][name] = entry | {"identity": identity}
+        temporary = self.path / f"{MANIFEST}.{os.getpid()}"
+        temporary.write_text(json.dumps(manifest, indent=1, sort_keys=True))
+        temporary.replace(self.path / MANIFEST)
+
+
+def options(folder: str | Path) -> dict[str, Any]:
+    """The options of `LLM` for which the programs of a folder were compiled."""
+    return dict(_read(Path(folder).expanduser())["options"])
+
+
+class SavedPrograms:
+    """The programs of a folder, for one device that is here.
+
+    `cache` is the folder of JAX's persistent cache through which the engine must compile, where the programs could
+    not be serialized; None where they are executables. Which it is, is said in the log.
+
+    Raises:
+      ValueError: the folder has none, or they were compiled for another device, version or source.
+    """
+
+    def __init__(self, folder: str | Path, device: jax.Device) -> None:
+        self._folder, self._device = Path(folder).expanduser(), device
+        manifest = _read(self._folder)
+        for name, here in facts(device.platform, device.device_kind).items():
+            if manifest["facts"].get(name) != here:
+                raise ValueError(
+                    f"the programs in {folder} were compiled for {name} {manifest['facts'].get(name)!r}, and "
+                    f"here it is {here!r}: compile them again with `jaxinfer compile --save`"
+                )
+        self._programs, self._options = manifest["programs"], manifest["options"]
+        cached = [entry["why"] for entry in self._programs.values() if "cached" in entry]
+        self.cache = self._folder / CACHE if cached else None
+        if cached:
+            logger.warning(
+                "%d of the %d programs in %s are no executables, since their compiler could not serialize them (%s): "
+                "they are compiled here, through the persistent cache in %s",
+                len(cached), len(self._programs), self._folder, cached[0], self.cache,
+            )  # fmt: skip
+
+    def load(
+        self, name: str, identity: str, function: Callable[..., Any], arguments: tuple
+    ) -> Callable[..., Any] | None:
+        """The executable of a program, to be called like the compiled `function`; None if it must be compiled:
+        it was not saved, which is said in the log, or it is in `cache`.
+
+        Raises:
+          ValueError: it was compiled from other settings, or its file is damaged, or the device does not take it.
+        """
+        entry = self._programs.get(name)
+        if entry is None:
+            logger.warning("%s has no program %s; compiling it", self._folder, name)
+            return None
+        if entry["identity"] != identity:
+            raise ValueError(
+                f"program {name} in {self._folder} was compiled from another model or other settings; they were "
+                f"{', '.join(f'{k}={v!r}' for k, v in self._options.items())}"
+            )
+        if "cached" in entry:
+            return None
+        data = (self._folder / entry["file"]).read_bytes()
+        if hashlib.sha256(data).hexdigest() != entry["sha256"]:
+            raise ValueError(f"{self._folder / entry['file']} is damaged: compile it again")
+        devices = _jax.DeviceList((self._device,))
+        try:
+            executable = self._device.client.deserialize_executable(data, devices, None)
+        except RuntimeError as error:
+            raise ValueError(
+                f"{self._device.device_kind} does not take program {name} of {self._folder}: {_first_line(error)}; "
+                "compile it again with `jaxinfer compile --save`, or leave the folder out"
+            ) from error
+        structure = jax.tree.structure(jax.eval_shape(function, *arguments))
+        return _Executable(executable, structure, self._device)
+
+
+class _Executable:
+    """Calls an XLA executable with the leaves of its arguments, in their order."""
+
+    def __init__(self, executable: Any, structure: Any, device: jax.Device) -> None:
+        self._executable, self._structure, self._device = executable, structure, device
+
+    def __call__(self, *arguments: Any) -> Any:
+        arrays = [
+            leaf if isinstance(leaf, jax.Array) else jax.device_put(leaf, self._device)
+            for leaf in jax.tree.leaves(arguments)
+        ]
+        results = self._executable.execute_sharded(arrays).disassemble_into_single_device_arrays()
+        return jax.tree.unflatten(self._structure, [result for (result,) in results])
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+        if not isinstance(manifest, dict) or {"facts", "model", "options", "programs"} - set(manifest):
+            raise ValueError("entries are missing")
+    except OSError:
+        raise ValueError(
+            f"{folder} has no {MANIFEST}: make one with `jaxinfer compile --save {folder}`"
+        ) from None
+    except ValueError as error:
+        raise ValueError(f"{folder / MANIFEST} cannot be read: {error}") from None
+    return manifest
+
+
+@cache
+def _source_hash() -> str:
+    """Of every source file from which programs are traced; taken once, since what was imported stays."""
+    digest = hashlib.sha256()
+    root = Path(__file__).resolve().parents[1]
+    for package in (root, root / "pallas_kernels"):
+        package = package.resolve()  # the second is a link in a checkout
+        for path in sorted(package.rglob("*.py")):
+            digest.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"

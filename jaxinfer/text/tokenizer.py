@@ -1,0 +1,273 @@
+"""Text to token ids and back, from a GGUF file or a Hugging Face directory, over the `tokenizers` library."""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from jaxinfer.checkpoints import gguf_tokenizer
+from jaxinfer.checkpoints.sentencepiece_model import read_metadata
+from jaxinfer.text.detokenizer import BYTE_TOKEN, DecoderRules, Detokenizer, decoder_rules
+
+NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+
+
+def _byte_of_char() -> dict[str, int]:
+    """GPT-2's byte alphabet: printable Latin-1 is itself, the other bytes are U+0100 and on, in order."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+BYTE_OF_CHAR = _byte_of_char()
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """One model's tokenizer.
+
+    `eos_token_ids` unites what ends a generation: the tokenizer's EOS, and `eos_token_id` of
+    generation_config.json and config.json (its `text_config` too), or the GGUF keys `eos`, `eot` and
+    `eom_token_id`.
+    """
+
+    backend: tokenizers.Tokenizer
+    bos_token_id: int | None
+    eos_token_ids: frozenset[int]
+    named_tokens: dict[str, str]  # "bos_token" -> "<s>"; the variables of chat templates
+    chat_templates: dict[str, str]  # name -> Jinja source; "default", and "tool_use" where a model has one
+    _bytes: dict[int, bytes] = field(default_factory=dict, repr=False)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """The ids of `text`. Special tokens written in the text are recognized.
+
+        `add_special_tokens` adds what the model's tokenizer adds (BOS). A text that already begins with BOS
+        gets no second one.
+        """
+        ids = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        bos = self.bos_token_id
+        if self.adds_bos and add_special_tokens and ids[:2] == [bos, bos]:
+            return ids[1:]
+        return ids
+
+    def encode_plain(self, text: str) -> list[int]:
+        """The ids of `text` as plain text: what looks like an added token is not taken for one."""
+        if self.backend.normalizer is not None:
+            text = self.backend.normalizer.normalize_str(text)
+        pieces = [text]
+        if self.backend.pre_tokenizer is not None:
+            pieces = [piece for piece, _ in self.backend.pre_tokenizer.pre_tokenize_str(text)]
+        return [token.id for piece in pieces for token in self.backend.model.tokenize(piece)]
+
+    def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        """The text of all ids. No spaces are cleaned up. Added tokens are written as they are."""
+        detokenizer = Detokenizer(self, skip_special_tokens=skip_special_tokens)
+        return detokenizer.append(token_ids) + detokenizer.finish()
+
+    def id_to_token(self, token_id: int) -> str | None:
+        """The token as the vocabulary spells it, or None outside the vocabulary."""
+        return self.backend.id_to_token(token_id)
+
+    def id_to_bytes(self, token_id: int) -> bytes:
+        """The bytes that the token stands for in running text (empty outside the vocabulary)."""
+        known = self._bytes.get(token_id)
+        if known is None:
+            known = self._bytes[token_id] = self._token_bytes(token_id)
+        return known
+
+    def _token_bytes(self, token_id: int) -> bytes:
+        token = self.backend.id_to_token(token_id)
+        if token is None:
+            return b""
+        rules = self.decoder_rules
+        if token_id in self.added_tokens:
+            return token.encode()
+        if rules.byte_level and all(char in BYTE_OF_CHAR for char in token):
+            return bytes(BYTE_OF_CHAR[char] for char in token)
+        if rules.byte_fallback and (byte := BYTE_TOKEN.fullmatch(token)):
+            return bytes([int(byte[1], 16)])
+        return (token.replace(rules.space, " ") if rules.space else token).encode()
+
+    @cached_property
+    def vocab_size(self) -> int:
+        return self.backend.get_vocab_size(with_added_tokens=True)
+
+    @cached_property
+    def decoder_rules(self) -> DecoderRules:
+        return decoder_rules(self.backend.decoder)
+
+    @cached_property
+    def added_tokens(self) -> dict[int, tokenizers.AddedToken]:
+        """Id -> token, of all that are found in text before it is cut; special and not."""
+        return self.backend.get_added_tokens_decoder()
+
+    @cached_property
+    def special_tokens(self) -> dict[str, int]:
+        """Text -> id of the special tokens (hidden by `skip_special_tokens`)."""
+        return {token.content: id_ for id_, token in self.added_tokens.items() if token.special}
+
+    @cached_property
+    def special_token_ids(self) -> frozenset[int]:
+        return frozenset(self.special_tokens.values())
+
+    @cached_property
+    def adds_bos(self) -> bool:
+        """Whether `encode` puts BOS before a text."""
+        return self.bos_token_id is not None and self.backend.encode("").ids[:1] == [self.bos_token_id]
+
+    @property
+    def chat_template(self) -> str | None:
+        return self.chat_templates.get("default")
+
+
+def load_tokenizer(path: str | Path, metadata: Mapping[str, Any] | None = None) -> Tokenizer:
+    """The tokenizer of a GGUF file or of a directory with tokenizer.json, else SentencePiece's tokenizer.model.
+
+    metadata: key-value pairs of the GGUF file, if they have been read already (`Checkpoint.metadata`).
+
+    Raises FileNotFoundError when there is none, and ValueError naming the kind or part that is not supported.
+    """
+    path = Path(path)
+    if path.is_dir():
+        return _from_directory(path)
+    if not path.exists():
+        raise FileNotFoundError(f"{path}: no such GGUF file or model directory")
+    if path.suffix != ".gguf":
+        raise ValueError(f"{path} is neither a .gguf file nor a model directory")
+    from jaxinfer.checkpoints.gguf import read_header  # here: nothing else needs the gguf package
+
+    try:
+        return from_gguf_metadata(read_header(path).metadata if metadata is None else metadata)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def from_gguf_metadata(metadata: Mapping[str, Any]) -> Tokenizer:
+    """The tokenizer in the key-value pairs of a GGUF file."""
+    ends = (metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom"))
+    templates = {}
+    for key, template in metadata.items():
+        if key == "tokenizer.chat_template":
+            templates["default"] = template
+        elif key.startswith("tokenizer.chat_template."):
+            templates[key.removeprefix("tokenizer.chat_template.")] = template
+    return _checked(
+        Tokenizer(
+            backend=gguf_tokenizer.build(metadata),
+            bos_token_id=metadata.get("tokenizer.ggml.bos_token_id"),
+            eos_token_ids=frozenset(id_ for id_ in ends if id_ is not None),
+            named_tokens=_named_tokens(metadata),
+            chat_templates=templates,
+        )
+    )
+
+
+def _named_tokens(metadata: Mapping[str, Any]) -> dict[str, str]:
+    names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+    found = {name: gguf_tokenizer.special_token(metadata, key) for name, key in names.items()}
+    return {name: token for name, token in found.items() if token is not None}
+
+
+def _from_directory(path: Path) -> Tokenizer:
+    config = _read_json(path / "tokenizer_config.json")
+    named = {}
+    if (path / "tokenizer.json").exists():
+        backend = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+        # Both are settings of the training run that wrote the file; a prompt is neither cut nor filled up here.
+        backend.no_truncation()
+        backend.no_padding()
+    elif (path / "tokenizer.model").exists():
+        metadata = read_metadata(path / "tokenizer.model")
+        backend = gguf_tokenizer.build(metadata)
+        named = _named_tokens(metadata)
+        _add_tokens_of_config(backend, config)
+    else:
+        raise FileNotFoundError(f"{path} has neither tokenizer.json nor tokenizer.model")
+    special_map = _read_json(path / "special_tokens_map.json")
+    for name in NAMED_TOKENS:
+        token = config.get(name) or special_map.get(name)
+        if isinstance(token, dict):  # a serialized AddedToken
+            token = token.get("content")
+        if token is not None:
+            named[name] = token
+    # A token that the configuration names is special also where tokenizer.json holds it as a plain word.
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    in_vocab = [token for token in named.values() if backend.token_to_id(token) is not None]
+    backend.add_special_tokens([token for token in in_vocab if token not in known])
+    bos, eos = named.get("bos_token"), named.get("eos_token")
+    if "add_bos_token" in config or "add_eos_token" in config:
+        _follow_config(backend, config, bos, eos)
+
+    ends: set[int | None] = {backend.token_to_id(eos)} if eos is not None else set()
+    model_config = _read_json(path / "config.json")
+    for source in (
+        _read_json(path / "generation_config.json"),
+        model_config,
+        model_config.get("text_config", {}),
+    ):
+        ids = source.get("eos_token_id")
+        ends |= set(ids) if isinstance(ids, list) else {ids}
+    return _checked(
+        Tokenizer(
+            backend=backend,
+            bos_token_id=backend.token_to_id(bos) if bos is not None else None,
+            eos_token_ids=frozenset(id_ for id_ in ends if id_ is not None),
+            named_tokens=named,
+            chat_templates=_read_chat_templates(path, config),
+        )
+    )
+
+
+def _add_tokens_of_config(backend: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
+    """The tokens that transformers keeps beside a tokenizer.model, in tokenizer_config.json."""
+    entries = sorted((int(id_), entry) for id_, entry in config.get("added_tokens_decoder", {}).items())
+    for id_, entry in entries:
+        options = ("single_word", "lstrip", "rstrip", "normalized", "special")
+        token = tokenizers.AddedToken(
+            entry["content"], **{name: entry[name] for name in options if name in entry}
+        )
+        backend.add_tokens([token])
+        if backend.token_to_id(token.content) != id_:
+            raise ValueError(
+                f"tokenizer_config.json gives token {token.content!r} the id {id_}, which is not next"
+            )
+
+
+def _follow_config(
+    backend: tokenizers.Tokenizer, config: dict[str, Any], bos: str | None, eos: str | None
+) -> None:
+    """tokenizer_config.json may overrule what tokenizer.json adds around a text, as in transformers."""
+    added = backend.encode("").tokens
+    adds_bos, adds_eos = bos in added, eos in added and eos != bos
+    wants_bos = bos is not None and config.get("add_bos_token", adds_bos)
+    wants_eos = eos is not None and config.get("add_eos_token", adds_eos)
+    if (wants_bos, wants_eos) != (adds_bos, adds_eos):
+        gguf_tokenizer.set_added_ends(backend, bos=bos if wants_bos else None, eos=eos if wants_eos else None)
+
+
+def _read_chat_templates(path: Path, config: dict[str, Any]) -> dict[str, str]:
+    """From chat_template.jinja before tokenizer_config.json before chat_template.json, and their folder."""
+    template = config.get("chat_template") or _read_json(path / "chat_template.json").get("chat_template")
+    if isinstance(template, list):  # [{"name": ..., "template": ...}]
+        templates = {entry["name"]: entry["template"] for entry in template}
+    else:
+        templates = {"default": template} if template else {}
+    if (path / "chat_template.jinja").exists():
+        templates["default"] = (path / "chat_template.jinja").read_text(encoding="utf-8")
+    for file in sorted((path / "additional_chat_templates").glob("*.jinja")):
+        templates[file.stem] = file.read_text(encoding="utf-8")
+    return templates
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def _checked(tokenizer: Tokenizer) -> Tokenizer:
+    """Refuses at load time what would only fail when the first text comes out."""
+    _ = tokenizer.decoder_rules
+    return tokenizer

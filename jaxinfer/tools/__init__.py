@@ -1,0 +1,1 @@
+"""What stands on the engine: planner, bench, compiling ahead of time, batch jobs, evaluation."""
