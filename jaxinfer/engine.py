@@ -28,6 +28,8 @@ from jaxinfer.kv_cache import KVCache, KVCacheSpec
 from jaxinfer.metrics import Metrics, Recording, RowRecord, SequenceRecord, StepRecord, StepTotals, Work
 from jaxinfer.page_allocator import PageAllocator
 from jaxinfer.programs.background import BackgroundCompiler, give_back_memory
+from jaxinfer.programs.buckets import Buckets, Program
+from jaxinfer.programs.compile import Programs, example_arguments
 from jaxinfer.programs.saved_programs import SavedPrograms
 from jaxinfer.request import MAX_ARRAY_ENTRIES, MAX_LOGPROB_ENTRIES, Request, RequestMetrics, Sequence
 from jaxinfer.sampling import logprobs, sample
@@ -43,7 +45,7 @@ from jaxinfer.sampling.sample import (
     Variant,
 )
 from jaxinfer.scheduler import ScheduledStep, Scheduler, SchedulerConfig, SchedulerStats
-from jaxinfer.step import NUM_END_IDS, Buckets, DecodeLimits, Program, Programs, example_arguments
+from jaxinfer.step import NUM_END_IDS, DecodeLimits
 
 logger = logging.getLogger(__name__)
 

@@ -19,12 +19,12 @@ from jaxinfer.engine import Engine, EngineConfig, EngineStats
 from jaxinfer.loading import check_names, find_model, given_model, quantized, refuse_unknown, with_packed
 from jaxinfer.metrics import Work
 from jaxinfer.programs import compile_cache
+from jaxinfer.programs.buckets import Buckets
 from jaxinfer.programs.saved_programs import SavedPrograms
 from jaxinfer.request import Loglikelihood, Request, RequestOutput, SamplingParams, TopK
 from jaxinfer.request_loop import Outputs, RequestLoop
 from jaxinfer.sampling.sample import LogitsProcessor, LogprobsMode
 from jaxinfer.scheduler import SchedulerConfig
-from jaxinfer.step import Buckets
 from jaxinfer.text import chat
 from jaxinfer.text import prompts as prompts_
 from jaxinfer.text.prompts import Prompt

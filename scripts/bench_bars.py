@@ -55,7 +55,7 @@ def greedy(count: int) -> Any:
 
 def two_programs(rows: int, budget: int) -> dict[str, Any]:
     """Options of an engine with the programs that these measures need, and no others to be compiled."""
-    from jaxinfer.step import Buckets
+    from jaxinfer.programs.buckets import Buckets
 
     buckets = Buckets(
         prefill=((budget, rows),), decode=(rows,), decode_steps=1, multi_step=(1,), variants=("greedy",)
@@ -114,8 +114,8 @@ def host_engine(rows: int, context: int) -> Any:
     from jaxinfer.engine import Engine, EngineConfig
     from jaxinfer.kv_cache import KVCacheSpec
     from jaxinfer.models import llama
+    from jaxinfer.programs.buckets import Buckets
     from jaxinfer.scheduler import SchedulerConfig
-    from jaxinfer.step import Buckets
 
     config = llama.Config.from_hf(CONFIGS["llama_gqa"] | {"num_hidden_layers": 1})
     budget = max(512, rows)

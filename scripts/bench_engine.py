@@ -64,8 +64,8 @@ def main() -> None:
     import jax
 
     from jaxinfer import LLM
+    from jaxinfer.programs.buckets import Buckets
     from jaxinfer.sampling.sample import Variant
-    from jaxinfer.step import Buckets
     from jaxinfer.tiles import TILE
     from jaxinfer.tools.bench.run import card, drive, run
     from jaxinfer.tools.planner import hardware

@@ -13,9 +13,9 @@ from jaxinfer.engine import Engine, EngineConfig
 from jaxinfer.kv_cache import KVCacheSpec, pages_needed
 from jaxinfer.metrics import Recording, Work
 from jaxinfer.models import qwen3
+from jaxinfer.programs.buckets import Buckets
 from jaxinfer.request import Request, SamplingParams
 from jaxinfer.scheduler import SchedulerConfig
-from jaxinfer.step import Buckets
 from jaxinfer.tools.planner.hardware import Hardware
 from jaxinfer.tools.planner.roofline import step_cost
 from jaxinfer.tools.planner.shape import ModelShape

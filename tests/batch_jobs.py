@@ -11,7 +11,7 @@ import text_fixtures
 from tiny_models import write_hf
 
 from jaxinfer.llm import LLM
-from jaxinfer.step import Buckets
+from jaxinfer.programs.buckets import Buckets
 
 VOCAB, ROWS = 320, 4
 OPTIONS = [

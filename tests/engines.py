@@ -17,9 +17,9 @@ from jaxinfer import checkpoints, models
 from jaxinfer.engine import Engine, EngineConfig
 from jaxinfer.kv_cache import KVCacheSpec
 from jaxinfer.programs import compile_cache
+from jaxinfer.programs.buckets import Buckets
 from jaxinfer.request import Request, SamplingParams, Sequence
 from jaxinfer.scheduler import SchedulerConfig
-from jaxinfer.step import Buckets
 
 compile_cache.enable(compile_cache.default_folder())
 

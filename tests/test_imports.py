@@ -16,9 +16,10 @@ LAYERS = [
     "request quantization tiles sharding sampling.sample sampling.filters sampling.penalties "
     "sampling.logits_processors sampling.logprob_arrays text.stop_strings programs.compile_cache",
     "kv_cache models.layers batch page_allocator metrics tools.timeline",
-    "scheduler attention defaults programs.saved_programs",
+    "scheduler attention defaults programs.saved_programs programs.buckets",
     "models",
-    "step sampling.logprobs programs.background",
+    "step sampling.logprobs",
+    "programs.compile programs.background",
     "engine",
     "checkpoints",
     "text.tokenizer text.detokenizer text.chat text.prompts",

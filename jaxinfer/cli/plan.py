@@ -216,7 +216,7 @@ def _compiled_temporaries(model: str, plan: Any) -> int:
 
     from jaxinfer import defaults, models
     from jaxinfer.kv_cache import KVCacheSpec
-    from jaxinfer.step import Buckets
+    from jaxinfer.programs.buckets import Buckets
     from jaxinfer.tools.planner import shape, temporaries
 
     device, load = jax.devices()[0], plan.load

@@ -54,8 +54,8 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Simulate queueing: TTFT, TPOT, latency, pages and preemptions under an arrival rate."""
+    from jaxinfer.programs.buckets import Buckets
     from jaxinfer.scheduler import SchedulerConfig
-    from jaxinfer.step import Buckets
     from jaxinfer.tools.planner import make_plan, report
     from jaxinfer.tools.planner import simulate as simulation
     from jaxinfer.tools.planner.workload import LENGTHS, arrivals

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
-from jaxinfer.step import Program, Programs
+from jaxinfer.programs.buckets import Program
+from jaxinfer.programs.compile import Programs
 
 logger = logging.getLogger(__name__)
 

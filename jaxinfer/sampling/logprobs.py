@@ -12,11 +12,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxinfer.programs.buckets import Program, score_program
 from jaxinfer.request import MAX_LOGPROBS, Logprob, Sequence
 from jaxinfer.sampling.logprob_arrays import LogprobArrays, TokenLogprobs
 from jaxinfer.sampling.sample import SampleOutput
 from jaxinfer.scheduler import ScheduledRow, ScheduledStep
-from jaxinfer.step import Program, score_program
 
 
 @dataclass(frozen=True)

@@ -389,7 +389,8 @@ PROMPT = [5, 6, 7, 8]
 START = """
 import json, logging, sys
 import jax
-from jaxinfer import LLM, SamplingParams, saved_programs
+from jaxinfer import LLM, SamplingParams
+from jaxinfer.programs import saved_programs
 compiled = []
 logging.basicConfig(level=logging.INFO, stream=sys.stderr)
 jax.monitoring.register_event_duration_secs_listener(

@@ -15,8 +15,9 @@ from engines import BUCKETS, drain, generate, greedy_params, load, make_engine
 
 from jaxinfer.engine import Engine
 from jaxinfer.programs.background import BackgroundCompiler, give_back_memory
+from jaxinfer.programs.buckets import Program
+from jaxinfer.programs.compile import Programs
 from jaxinfer.request import SamplingParams
-from jaxinfer.step import Program, Programs
 
 NAME = "planted"
 A, B = (Program("decode", rows, rows) for rows in (1, 2))

@@ -10,7 +10,7 @@ from jaxinfer.programs import compile_cache
 SCRIPT = """
     import sys, jax, jax.numpy as jnp
     jnp.ones(3).sum()  # an array made before the cache is named must not switch it off
-    from jaxinfer import compile_cache
+    from jaxinfer.programs import compile_cache
     hits = []
     jax.monitoring.register_event_listener(lambda name, **_: hits.append(name) if "cache_hits" in name else None)
     used = compile_cache.enable(sys.argv[1])

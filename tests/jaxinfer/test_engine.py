@@ -25,10 +25,11 @@ from engines import (
 from planted import greedy, next_logprobs
 
 from jaxinfer.batch import pack
+from jaxinfer.programs.buckets import Buckets, Program
 from jaxinfer.request import SamplingParams
 from jaxinfer.sampling.sample import init_row_state
 from jaxinfer.scheduler import RequestTooLong, SchedulerConfig
-from jaxinfer.step import Buckets, Program, step
+from jaxinfer.step import step
 
 NAME = "llama_gqa"
 golden = np.load(GOLDEN / f"{NAME}.npz")

@@ -17,8 +17,8 @@ from planted import greedy, make_planted, next_logprobs, plant_chain, random_tab
 from tiny_models import write_hf
 
 from jaxinfer.llm import LLM
+from jaxinfer.programs.buckets import Buckets
 from jaxinfer.request import SamplingParams
-from jaxinfer.step import Buckets
 from jaxinfer.text.prompts import default_sampling_params
 from jaxinfer.text.records import Record
 

@@ -12,7 +12,7 @@ from jaxinfer.checkpoints import fetch
 from jaxinfer.kv_cache import KVCacheSpec
 from jaxinfer.llm import LLM
 from jaxinfer.models import llama
-from jaxinfer.step import Buckets, Program
+from jaxinfer.programs.buckets import Buckets, Program
 from jaxinfer.tools.planner import PlanError, check, hardware, make_plan, temporaries
 from jaxinfer.tools.planner.engine_plan import _size
 from jaxinfer.tools.planner.measure import measure_engine

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from planner_shapes import tiny_shape
 
+from jaxinfer.programs.buckets import Buckets
 from jaxinfer.scheduler import RequestTooLong, SchedulerConfig
-from jaxinfer.step import Buckets
 from jaxinfer.tools.planner import hardware, roofline
 from jaxinfer.tools.planner.roofline import Row, Setting
 from jaxinfer.tools.planner.simulate import StepTime, percentile, simulate

@@ -8,8 +8,8 @@ import pyarrow
 import pytest
 from batch_jobs import mixed, write_model
 
+from jaxinfer.programs.buckets import Buckets
 from jaxinfer.request import SamplingParams
-from jaxinfer.step import Buckets
 from jaxinfer.tools import ray_data
 from jaxinfer.tools.batch_runner.tasks import hash64
 

@@ -9,7 +9,7 @@ import pytest
 
 from jaxinfer import LLM, SamplingParams
 from jaxinfer.checkpoints import fetch
-from jaxinfer.step import Buckets
+from jaxinfer.programs.buckets import Buckets
 from scripts.eval_items import make_items
 
 GOLDEN = Path(__file__).parents[1] / "golden"

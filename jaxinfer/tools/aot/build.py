@@ -16,10 +16,11 @@ from jaxinfer import kv_cache as kv
 from jaxinfer.checkpoints.loading import weight_leaves
 from jaxinfer.kv_cache import KVCacheSpec
 from jaxinfer.loading import given_model, quantized
+from jaxinfer.programs.buckets import Buckets, Program
+from jaxinfer.programs.compile import Programs, example_arguments
 from jaxinfer.sampling import sample
 from jaxinfer.sampling.sample import SamplingBatch
 from jaxinfer.scheduler import SchedulerConfig
-from jaxinfer.step import Buckets, Program, Programs, example_arguments
 from jaxinfer.tools import planner
 from jaxinfer.tools.aot.options import DEFAULTS
 from jaxinfer.tools.planner.shape import read_config

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from jaxinfer.metrics import Work
 from jaxinfer.page_allocator import PageAllocator
+from jaxinfer.programs.buckets import Buckets
 from jaxinfer.request import Request, SamplingParams, Sequence
 from jaxinfer.scheduler import ScheduledStep, Scheduler, SchedulerConfig
-from jaxinfer.step import Buckets
 from jaxinfer.tools.planner.plan import Plan
 from jaxinfer.tools.planner.roofline import Setting, interconnect_time, step_cost
 from jaxinfer.tools.planner.workload import Arrival

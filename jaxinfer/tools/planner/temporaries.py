@@ -10,8 +10,9 @@ from jaxinfer import kv_cache as kv
 from jaxinfer.checkpoints.loading import weight_leaves
 from jaxinfer.kv_cache import KVCacheSpec
 from jaxinfer.pallas_kernels.ragged_paged_attention import xla
+from jaxinfer.programs.buckets import Buckets, Program
+from jaxinfer.programs.compile import Programs, example_arguments
 from jaxinfer.sampling import sample
-from jaxinfer.step import Buckets, Program, Programs, example_arguments
 from jaxinfer.tools.planner.shape import ModelShape, itemsize
 
 
