@@ -1,6 +1,7 @@
 """Who may import whom, and what must never be imported."""
 
 import ast
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -120,3 +121,18 @@ def test_only_gguf_files_need_the_gguf_package(tmp_path):
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
     assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines() == ["huggingface", f"{file} needs the gguf package: pip install gguf"]
+
+
+def test_folders_of_a_user_shadow_nothing(tmp_path):
+    """A script beside folders named as ours runs: every module is reached under jaxinfer's own name."""
+    for name in FOLDERS[1:]:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise RuntimeError('the package of a user')\n")
+    script = tmp_path / "script.py"
+    script.write_text("import jaxinfer.llm, jaxinfer.checkpoints.fetch, jaxinfer.cli\nprint('imported')\n")
+    command = [sys.executable, str(script)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    result = subprocess.run(
+        command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=300
+    )
+    assert result.stdout == "imported\n", result.stderr
