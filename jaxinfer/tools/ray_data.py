@@ -1,7 +1,7 @@
 """Batch inference on Ray Data: a pool of actors, each with an engine of its own (needs the extra `jaxinfer[ray]`).
 
     import ray
-    from jaxinfer import ray_data
+    from jaxinfer.tools import ray_data
 
     questions = ray.data.read_json("questions.jsonl")
     answers = ray_data.map_batches(questions, "smollm2-135m-instruct", num_workers=2)
