@@ -39,6 +39,29 @@ from jaxinfer.tools.planner.utilization import Utilization, utilization
 logger = logging.getLogger(__name__)
 
 
+# Attributes of vLLM's LLM that are named otherwise here, or not built -> what to do.
+VLLM_METHODS = {
+    "get_tokenizer": "use llm.tokenizer",
+    "set_tokenizer": "give LLM(tokenizer=...)",
+    "get_default_sampling_params": "use llm.default_sampling_params",
+    "llm_engine": "use llm.engine",
+    "model_config": "use llm.config",
+    "get_metrics": "use llm.stats()",
+    "start_profile": "use jax.profiler.start_trace, or `jaxinfer bench --profile`",
+    "stop_profile": "use jax.profiler.stop_trace",
+    "collective_rpc": "there are no workers: llm.engine runs in this process",
+    "apply_model": "there are no workers: llm.module, llm.config and llm.engine.weights are the model",
+    "sleep": "close() frees weights and pages; make the LLM again when it is needed",
+    "wake_up": "close() frees weights and pages; make the LLM again when it is needed",
+    "beam_search": "beams are not built yet; SamplingParams(n=...) draws several samples",
+    "encode": "embeddings are not built yet",
+    "embed": "embeddings are not built yet",
+    "classify": "classification heads are not built yet",
+    "reward": "reward heads are not built yet",
+    "score": "pairs are not scored yet; loglikelihood() scores continuations of a prompt",
+}
+
+
 @dataclass(frozen=True)
 class LLMStats(EngineStats):
     """Counts and times since the LLM was made; `utilization` is over the time in which the device was at work."""
@@ -275,6 +298,11 @@ class LLM:
         self._ids = itertools.count()
         self._loop = RequestLoop(self.engine)
         self._said_defaults = self.default_sampling_params == SamplingParams()
+
+    def __getattr__(self, name: str) -> Any:
+        """Says what to use instead of a method of vLLM's LLM that has another name here, or is not there."""
+        advice = VLLM_METHODS.get(name)
+        raise AttributeError(f"LLM has no attribute {name!r}" + (f": {advice}" if advice else ""))
 
     # Generation
 

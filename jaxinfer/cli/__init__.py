@@ -3,6 +3,8 @@
 Nothing here imports jax at the top of a file, so that `--help` and wrong usage answer at once.
 """
 
+from typing import Annotated
+
 import typer
 
 from jaxinfer.cli import batch, bench, cache, chat, compile, fetch, generate, info, merge, plan, simulate
@@ -32,6 +34,29 @@ COMMANDS = {
 }
 for name, module in COMMANDS.items():
     app.command(name, cls=SectionedHelp)(module.run)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        print(f"jaxinfer {version('jaxinfer')} (jax {version('jax')}, jaxlib {version('jaxlib')})")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            callback=_print_version,
+            is_eager=True,
+            help="Print the versions of jaxinfer and jax.",
+        ),
+    ] = False,
+) -> None:
+    """Run language models in JAX."""
 
 
 def main() -> None:

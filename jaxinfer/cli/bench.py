@@ -184,7 +184,8 @@ def run(
         if recording is not None and plot is not None:
             from jaxinfer.tools.planner import plots
 
-            plots.plot_recording(recording, llm.engine.spec.num_pages - 1, plot)
+            title = f"{model} on {llm.device_choice}, {llm.config.dtype}: {mode}, {len(offers):,} requests"
+            plots.plot_recording(recording, llm.engine.spec.num_pages - 1, plot, title=title)
         if metrics_json is not None:
             each = [metrics.request_json(o.metrics) for o in result.outputs if o.metrics is not None]
             write_json(metrics_json, {"requests": each, "stats": metrics.to_json(llm.stats())})

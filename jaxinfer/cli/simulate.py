@@ -97,7 +97,12 @@ def run(
     if plot is not None:
         from jaxinfer.tools.planner import plots
 
-        plots.plot_simulation(result, plot)
+        plots.plot_simulation(
+            result,
+            plot,
+            title=f"{plan.setting.shape.name} on {chips} x {plan.setting.hardware.name}, "
+            f"{plan.setting.shape.dtype}: {requests:,} requests of {workload}, {rate:g} per second",
+        )
     if as_json:
         facts = {key: value for key, value in asdict(result).items() if key != "times"}
         facts |= {

@@ -564,6 +564,21 @@ def test_cache_knows_the_folders_that_are_used(cache_root, monkeypatch):
     assert str(cache.folder("models")) in result.stderr
 
 
+def test_version_says_ours_and_that_of_jax():
+    result = invoke("--version")
+    assert result.exit_code == 0
+    assert re.fullmatch(r"jaxinfer \d+\.\d+\.\d+ \(jax \S+, jaxlib \S+\)\n", result.stdout)
+
+
+def test_fetch_without_a_name_lists_the_catalog(cache_root):
+    result = invoke("fetch")
+    assert result.exit_code == 0
+    names = [line.split()[0] for line in result.stdout.splitlines()]
+    assert names == list(fetch.catalog()) and "Apache-2.0" in result.stdout
+    assert result.stdout.count("not fetched yet") == len(names)
+    assert invoke("fetch", "--revision", "main").exit_code == 2
+
+
 def test_fetch_prints_the_path(model):
     result = invoke("fetch", model.path)
     assert (result.exit_code, result.stdout, result.stderr) == (0, f"{model.path}\n", "")

@@ -16,7 +16,7 @@ import text_fixtures
 from planted import greedy, make_planted, next_logprobs, plant_chain, random_table
 from tiny_models import write_hf
 
-from jaxinfer.llm import LLM
+from jaxinfer.llm import LLM, VLLM_METHODS
 from jaxinfer.programs.buckets import Buckets
 from jaxinfer.request import SamplingParams
 from jaxinfer.text.prompts import default_sampling_params
@@ -519,3 +519,11 @@ def test_an_aborted_request_shows_the_text_that_was_held_back(one_step):
     (last,) = stream
     assert last.outputs[0].finish_reason == "abort"
     assert last.outputs[0].text == "BCDEFGH"[: len(last.outputs[0].token_ids)] != ""
+
+
+@pytest.mark.parametrize("name", sorted(VLLM_METHODS))
+def test_names_of_vllm_say_what_to_use_instead(name):
+    llm = LLM.__new__(LLM)
+    with pytest.raises(AttributeError, match=r"LLM has no attribute .*: "):
+        getattr(llm, name)
+    assert not hasattr(LLM, name), "built by now: take it out of VLLM_METHODS"

@@ -11,7 +11,7 @@ import typer
 from tiny_models import CONFIGS, make_tiny, write_hf
 from typer.testing import CliRunner
 
-from jaxinfer import defaults
+from jaxinfer import defaults, metrics
 from jaxinfer.cli import plan, simulate
 from jaxinfer.llm import LLM
 from jaxinfer.tools.planner import hardware, temporaries
@@ -238,3 +238,15 @@ def test_plots_are_pictures(run, tiny, tmp_path):
     assert run(*words).exit_code == 0
     for path in (roofline, queue):
         assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_idle_spans_lie_between_the_end_of_a_step_and_the_start_of_the_next():
+    plots = importlib.import_module("jaxinfer.tools.planner.plots")
+    fields = dict(kind="decode", num_slots=1, num_steps=1, num_rows=1, pages_used=1, num_running=1)
+    times = dict(num_waiting=0, begun=0.0, dispatched=0.0, compile_s=0.0)
+    steps = [
+        metrics.StepRecord(**fields, **times, done=done, device_s=device_s)
+        for done, device_s in ((1.0, 1.0), (2.0, 1.0), (5.0, 0.5))
+    ]
+    recording = SimpleNamespace(steps=steps, sequences=[])
+    assert plots.idle_spans(recording) == [(2.0, 4.5)]

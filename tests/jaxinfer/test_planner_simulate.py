@@ -180,3 +180,11 @@ def test_twenty_thousand_requests_in_a_minute():
     )
     assert len(result.times) == 20_000
     assert time.process_time() - start < 60
+
+
+def test_the_curve_is_at_zero_while_nothing_is_asked_for():
+    """Rows and pages go back to none between two requests that do not meet, not from one to the next."""
+    result = run([Arrival(1.0, 16, 5), Arrival(5.0, 16, 5)], buckets=exact_buckets(4))
+    first, second = result.times
+    idle = [time for time, pages, running, waiting in result.curve if pages == running == waiting == 0]
+    assert any(first.last_token <= time < second.arrival for time in idle)

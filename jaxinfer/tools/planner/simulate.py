@@ -168,9 +168,6 @@ def simulate(
             if num_steps % stride == 0:
                 stats = scheduler.stats()
                 curve.append((now, stats.pages_used, stats.num_running, stats.num_waiting))
-                if len(curve) >= MAX_SAMPLES:
-                    del curve[1::2]
-                    stride *= 2
         if len(in_flight) > (step is not None):
             done, finished_at = in_flight.popleft()
             now = max(now, finished_at)
@@ -185,7 +182,12 @@ def simulate(
                     if row.seq.finished:
                         del unfinished[row.seq]
         elif step is None:
+            if coming[0].time_s > now:
+                curve.append((now, 0, 0, 0))  # nothing to do until then
             now = max(now, coming[0].time_s)
+        if len(curve) >= MAX_SAMPLES:
+            del curve[1::2]
+            stride *= 2
     return Simulation(
         times=times,
         duration_s=now,
