@@ -647,13 +647,17 @@ class Engine:
         )
 
     def close(self, *, weights: bool = True) -> None:
-        """Frees device memory: cache, row state, and the weights unless they belong to somebody else."""
+        """Frees device memory: programs, cache, row state, and the weights unless they belong to somebody else.
+
+        Waits for the program that is compiled in the background: what compiling takes is free then too.
+        """
         for background in (self._first, self._background):
             if background is not None:
-                background.stop()
+                background.close()
         for step in self._in_flight:  # a device must not be at work when the process ends
             with suppress(Exception):  # nobody asks for its result any more
                 jax.block_until_ready(step.output)
+        self.programs.close()
         trees = (self._cache, self._rows, self.weights) if weights else (self._cache, self._rows)
         for leaf in jax.tree.leaves(trees):
             if isinstance(leaf, jax.Array) and not leaf.is_deleted():

@@ -1,5 +1,6 @@
 """`LLM`: text in, text out. Tokens, chat templates and stop strings around the engine."""
 
+import gc
 import hashlib
 import itertools
 import logging
@@ -19,6 +20,7 @@ from jaxinfer.engine import Engine, EngineConfig, EngineStats
 from jaxinfer.loading import check_names, find_model, given_model, quantized, refuse_unknown, with_packed
 from jaxinfer.metrics import Work
 from jaxinfer.programs import compile_cache
+from jaxinfer.programs.background import give_back_memory
 from jaxinfer.programs.buckets import Buckets
 from jaxinfer.programs.saved_programs import SavedPrograms
 from jaxinfer.request import Loglikelihood, Request, RequestOutput, SamplingParams, TopK
@@ -596,13 +598,15 @@ class LLM:
             self._owned_weights = [running for leaf, running in pairs if id(leaf) not in theirs]
 
     def close(self) -> None:
-        """Frees device memory. What is unfinished ends with an error; the LLM cannot be used after it."""
+        """Frees device memory and programs. What is unfinished ends with an error; the LLM cannot be used after it."""
         with self._loop.lock:
             if self._loop.close():
                 self.engine.close(weights=False)
                 for leaf in self._owned_weights:
                     if not leaf.is_deleted():
                         leaf.delete()
+                gc.collect()  # only then jax lets go of the numpy arrays that weights came in
+                give_back_memory()
 
     def __enter__(self) -> "LLM":
         return self

@@ -3,6 +3,7 @@
     python scripts/bench_bars.py host                      host cost of a step: rows, length of the queue (no device)
     python scripts/bench_bars.py share --model MODEL       host cost of a step of 64 rows, as a share of the device's
     python scripts/bench_bars.py memory --model MODEL      peak memory after warm-up, growth over generate calls
+    python scripts/bench_bars.py reopen --model MODEL      memory left behind by LLMs that were opened and closed
     python scripts/bench_bars.py start --model MODEL       process start to first token, cold and from the cache
     python scripts/bench_bars.py latency --model MODEL     ITL of decoding rows while a long prompt comes in
     python scripts/bench_bars.py prefix --model MODEL      prompt tokens computed behind a shared preamble
@@ -260,6 +261,25 @@ def memory(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def reopen(args: argparse.Namespace) -> dict[str, Any]:
+    """Resident memory and memory maps after each of some LLMs in a row, with their default options."""
+    resident, maps = [], []
+    for _ in range(args.llms):
+        with open_llm(args.model, dtype=args.dtype, background_compile=True) as llm:
+            llm.generate(prompts_of(llm, [8]), greedy(16), use_tqdm=False)
+        del llm
+        gc.collect()
+        resident.append(_status("VmRSS") / 1e6)
+        maps.append(len(Path("/proc/self/maps").read_text().splitlines()))
+    return {
+        "resident_mb": resident,
+        "maps": maps,
+        "growth_mb": max(resident[1:]) - resident[1],
+        "growth_maps": max(maps[1:]) - maps[1],
+        "bars": {"growth_mb": 50.0},
+    }
+
+
 def _status(key: str) -> int:
     """Bytes of VmRSS or VmHWM of this process."""
     for line in Path("/proc/self/status").read_text().splitlines():
@@ -396,6 +416,7 @@ MEASURES = {
     "host": host,
     "share": share,
     "memory": memory,
+    "reopen": reopen,
     "start": start,
     "latency": latency,
     "prefix": prefix,
@@ -415,6 +436,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument(
         "--kv-mib", type=int, help="memory: size of the pool; the engine's default if left out"
     )
+    parser.add_argument("--llms", type=int, default=6, help="reopen: how many, at least 2")
     parser.add_argument("--starts", type=int, default=3, help="start: how many from the cache")
     parser.add_argument("--prompt", type=int, default=4096, help="latency: tokens of the long prompt")
     parser.add_argument(

@@ -1,9 +1,9 @@
 """Compiles the programs that no step has asked for yet, behind the steps that run."""
 
-import atexit
 import ctypes
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
@@ -27,27 +27,36 @@ class BackgroundCompiler:
     def __init__(
         self, programs: Programs, jobs: Iterable[tuple[Program, tuple]], *, hold: bool = False
     ) -> None:
-        self._programs, self._jobs = programs, list(jobs)
+        # An engine that is dropped takes its programs along: this thread does not keep them.
+        self._programs, self._jobs = weakref.ref(programs), list(jobs)
         self._stopped, self._released = threading.Event(), threading.Event()
         self._begun: Callable[[], Any] | None = None  # the second half of the first program
         if hold and self._jobs:
             self._begun = self._attempt(self._jobs[0][0], programs.begin, *self._jobs[0])
         if not hold:
             self.release()
-        self._thread = threading.Thread(target=self._run, name="jaxinfer-compile", daemon=True)
-        # A thread inside the compiler must not outlive the interpreter: the process ends after the program under way.
-        atexit.register(self.close)
+        # No daemon, since a thread inside the compiler must not outlive the interpreter: the process ends after the
+        # program under way.
+        self._thread = threading.Thread(target=self._run, name="jaxinfer-compile")
         self._thread.start()
 
     def _run(self) -> None:
         if self._begun is not None:
             self._attempt(self._jobs[0][0], self._begun)
-        self._released.wait()
+            self._begun = None
+        while not self._released.wait(0.1) and not self._ends:
+            pass
         for program, arguments in self._jobs:
-            if self._stopped.is_set():
-                return
-            self._attempt(program, self._programs.get, program, arguments)
+            if self._ends or (programs := self._programs()) is None:
+                break
+            self._attempt(program, programs.get, program, arguments)
+            del programs
         give_back_memory()
+
+    @property
+    def _ends(self) -> bool:
+        """Whether nothing more is to be begun: after `stop`, and once the main thread has ended."""
+        return self._stopped.is_set() or not threading.main_thread().is_alive()
 
     def _attempt(self, program: Program, function: Callable[..., Any], *arguments: Any) -> Any:
         try:
@@ -73,13 +82,12 @@ class BackgroundCompiler:
         """Stops, and waits for the program under way."""
         self.stop()
         self._thread.join()
-        atexit.unregister(self.close)
 
 
 def give_back_memory() -> None:
-    """Gives what compilers have freed back to the system, where the C library is glibc.
+    """Gives what was freed back to the system, where the C library is glibc: it keeps much of it otherwise.
 
-    It keeps freed memory for what this process asks for next; pages and weights never come from there.
+    After a compiler has run that is some 30 MB, after a model was closed nearly its size.
     """
     with suppress(AttributeError, OSError, TypeError):  # other libraries have no such function, or no handle
         ctypes.CDLL(None).malloc_trim(0)

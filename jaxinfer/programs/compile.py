@@ -126,7 +126,7 @@ class Programs:
                 return function(*args)
             except BaseException as error:
                 with self._lock:
-                    del self._programs[program]  # whoever asks next tries again
+                    self._programs.pop(program, None)  # whoever asks next tries again
                 future.set_exception(error)
                 raise
 
@@ -142,6 +142,12 @@ class Programs:
 
         return finish
 
+    def close(self) -> None:
+        """Gives the executables back; whoever still holds one can go on with it."""
+        with self._lock:
+            self._programs.clear()
+            self._helpers.clear()
+
     def compiled(self) -> dict[Program, Callable[..., Any]]:
         """The executables that are there by now."""
         return {program: future.result() for program, future in list(self._programs.items()) if future.done()}
@@ -151,7 +157,7 @@ class Programs:
         with self._lock:
             if function not in self._helpers:
                 layouts = _layouts(arguments, lambda pages: pages)
-                jitted = jax.jit(function, donate_argnums=0, keep_unused=True, **layouts)
+                jitted = jax.jit(function, donate_argnums=0, **layouts)
                 identity = saved_programs.identity(function.__name__, arguments)
                 self._helpers[function] = self._lower(function.__name__, jitted, arguments, identity)()
             return self._helpers[function]
@@ -188,14 +194,14 @@ class Programs:
         return compiled
 
     def _jit(self, program: Program, arguments: tuple) -> Any:
-        # keep_unused: an executable takes all leaves of its arguments, which is how a saved one is called.
+        # Never with keep_unused: jax would keep the traced program, and the executable with it, for ever (0.12.0).
         if program.kind == "score":
             function: Any = partial(score, self._model, self._config, program.num_logprobs or 0, program.tile)
-            return jax.jit(function, keep_unused=True)
+            return jax.jit(function)
         options = (program, self._logprobs_mode, self._logits_processors)
         function = partial(run_steps, self._model, self._config, *options)
         layouts = _layouts(arguments, lambda pages: (None, pages, None))
-        return jax.jit(function, donate_argnums=(1, 2), keep_unused=True, **layouts)
+        return jax.jit(function, donate_argnums=(1, 2), **layouts)
 
     def _late(self, program: Program) -> None:
         message = f"program {program} was not among those compiled at warm-up"

@@ -1,8 +1,8 @@
 """Compiled programs in a folder: saved on one machine, run on another that has the chip, without compiling.
 
 A folder has `programs.json` and one file per program, the executable as XLA serializes it. JAX's own
-`serialize_executable` pickles its trees; here nothing is pickled: the order of arguments is that of the tree's
-leaves, and the structure of the result is found by abstract evaluation. An executable is machine code all the
+`serialize_executable` pickles its trees; here nothing is pickled: the arguments are leaves of the tree of arguments,
+by their numbers, and the structure of the result is found by abstract evaluation. An executable is machine code all the
 same: only load folders that you trust as you trust a program.
 
 Where a compiler cannot serialize, the folder has JAX's persistent compilation cache instead, warmed: an engine
@@ -69,6 +69,12 @@ def serialize(executable: Any) -> bytes:
         raise Unserializable(_first_line(error)) from None
 
 
+def used_arguments(compiled: jax.stages.Compiled) -> list[int]:
+    """Which leaves of its arguments an executable takes, by their numbers: jax leaves those out that nothing reads."""
+    used = jax.tree.map(lambda _, place: place is not None, compiled.args_info, compiled.input_shardings)
+    return [i for i, is_used in enumerate(jax.tree.leaves(used)) if is_used]
+
+
 @dataclass(frozen=True)
 class Folder:
     """Where programs of one model with one set of options are saved for one kind of device.
@@ -86,17 +92,24 @@ class Folder:
         """Raises ValueError if the folder has programs for another device, version, model or options."""
         self._manifest()
 
-    def add(self, name: str, identity: str, data: bytes) -> int:
+    def add(self, name: str, identity: str, data: bytes, arguments: list[int]) -> int:
         """Writes one serialized executable, and its entry in the manifest. Returns its bytes.
 
         Args:
           name, identity: what `SavedPrograms.load` will ask for.
+          data: from `serialize`.
+          arguments: from `used_arguments`.
         """
         digest = hashlib.sha256(data).hexdigest()
         file = f"{digest[:16]}.bin"
         manifest = self._manifest()
         (self.path / file).write_bytes(data)
-        self._write(manifest, name, {"file": file, "sha256": digest, "bytes": len(data)}, identity)
+        self._write(
+            manifest,
+            name,
+            {"file": file, "sha256": digest, "bytes": len(data), "arguments": arguments},
+            identity,
+        )
         return len(data)
 
     def add_cached(self, name: str, identity: str, compile_: Callable[[], Any], why: str) -> int:
@@ -221,20 +234,19 @@ class SavedPrograms:
                 "compile it again with `jaxinfer compile --save`, or leave the folder out"
             ) from error
         structure = jax.tree.structure(jax.eval_shape(function, *arguments))
-        return _Executable(executable, structure, self._device)
+        return _Executable(executable, entry["arguments"], structure, self._device)
 
 
 class _Executable:
-    """Calls an XLA executable with the leaves of its arguments, in their order."""
+    """Calls an XLA executable with those leaves of its arguments that it takes."""
 
-    def __init__(self, executable: Any, structure: Any, device: jax.Device) -> None:
-        self._executable, self._structure, self._device = executable, structure, device
+    def __init__(self, executable: Any, used: list[int], structure: Any, device: jax.Device) -> None:
+        self._executable, self._used, self._structure, self._device = executable, used, structure, device
 
     def __call__(self, *arguments: Any) -> Any:
-        arrays = [
-            leaf if isinstance(leaf, jax.Array) else jax.device_put(leaf, self._device)
-            for leaf in jax.tree.leaves(arguments)
-        ]
+        leaves = jax.tree.leaves(arguments)
+        used = [leaves[i] for i in self._used]
+        arrays = [x if isinstance(x, jax.Array) else jax.device_put(x, self._device) for x in used]
         results = self._executable.execute_sharded(arrays).disassemble_into_single_device_arrays()
         return jax.tree.unflatten(self._structure, [result for (result,) in results])
 

@@ -475,7 +475,7 @@ def test_a_folder_takes_programs_of_one_setting_only(saved):
     folder, _ = saved
     manifest = json.loads((folder / saved_programs.MANIFEST).read_text())
     other = saved_programs.Folder(folder, manifest["facts"], manifest["model"], options={})
-    for step in (other.check, lambda: other.add("p", "id", b"x")):
+    for step in (other.check, lambda: other.add("p", "id", b"x", [0])):
         with pytest.raises(ValueError, match="holds programs of other options"):
             step()
 

@@ -190,7 +190,8 @@ class Child:
                     said["cached_since"] = str(error)
                     said["saved_bytes"] += folder.add_cached(name, identity, again, str(error))
                 else:
-                    said["saved_bytes"] += folder.add(name, identity, data)
+                    arguments = saved_programs.used_arguments(compiled)
+                    said["saved_bytes"] += folder.add(name, identity, data, arguments)
             except saved_programs.Unserializable as error:
                 return {"not_saved": f"{name} cannot be saved: {error}"}
         return said
