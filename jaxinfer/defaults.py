@@ -15,9 +15,9 @@ from jaxinfer.tiles import TILE
 DTYPES = {"cpu": "float32", "gpu": "bfloat16", "tpu": "bfloat16"}
 # platform -> tokens per page
 PAGE_SIZES = {"cpu": 64, "gpu": 64, "tpu": 128}
-# instruction set of a CPU -> form of the matrices for few rows, where it was measured (LOG.md, 2026-11-30)
+# instruction set of a CPU -> form of the matrices for few rows, where it was measured (log/cpu-products.md)
 FEW_ROWS = {"avx2": "packed"}
-# instruction set of a CPU -> options of XLA's compiler for it, where that was measured (LOG.md, 2026-11-30)
+# instruction set of a CPU -> options of XLA's compiler for it, where that was measured (log/cpu-products.md)
 COMPILER_OPTIONS = {"avx512f": {"xla_cpu_prefer_vector_width": 512}}
 # On a CPU, when nothing else is said: this share of the available memory, and not more than so many bytes (pages
 # that nothing was written to take none yet).

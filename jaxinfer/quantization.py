@@ -154,7 +154,7 @@ def quantize_leaf(
 
     Args:
       axes: the names of its axes. A matrix of a layer has two or more, one of them "embed"; the tables of the
-        vocabulary stay too, which is half of the loss without factors (LOG.md, 2026-11-30).
+        vocabulary stay too, which is half of the loss without factors (log/w8a8-quality.md).
       weight: the leaf, output axes first.
       w8a8: what products are computed in, "int8" or "bfloat16" (see quantized_matmul).
       in_factor: f32[D], of the inputs of a matrix (see smoothing.py); None: 1.

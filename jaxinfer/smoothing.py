@@ -104,7 +104,8 @@ def apply(module: ModuleType, config: Any, weights: Any, w8a8: str, found: Mappi
     """The weights times their factors, in the form that runs.
 
     The matrices of K and V are multiplied by their factors alone. Every query head of their group reads what they
-    write, so they are a quarter of what is left of the loss, and of the work they are a sixteenth (LOG.md).
+    write, so they are a quarter of what is left of the loss, and of the work they are a sixteenth
+    (log/w8a8-quality.md).
     """
     axes = dict(named_leaves(module.logical_axes(config), is_leaf=quantization.is_axes))
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-TILE = 64  # tokens of a tile: 32 and 128 cost more in decode or in prefill (LOG.md, 2026-11-30)
+TILE = 64  # tokens of a tile: 32 and 128 cost more in decode or in prefill (log/batch-invariance.md)
 
 
 def map_tiles(function: Callable[..., Any], arguments: tuple, tile: int | None, live: jax.Array) -> Any:

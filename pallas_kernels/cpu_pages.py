@@ -2,7 +2,8 @@
 
 The contracts' layout is [num_pages, K, page_size, 2H]. The CPU path keeps K apart from V, and K transposed:
 [num_pages, 2, K, R, L], where plane 0 is K as [K, H, page_size], plane 1 is V as [K, page_size, H], each head's
-page_size * H values in R rows of L = 128 (fewer, if 128 does not divide them). Why, with figures in LOG.md:
+page_size * H values in R rows of L = 128 (fewer, if 128 does not divide them). Why (figures in
+log/cpu-attention.md):
 
 - The products of a few queries with keys, and of their weights with values, are sums over an axis that is not the
   fastest one. XLA:CPU makes vector instructions of such a sum; its library's matrix product would first pack all keys

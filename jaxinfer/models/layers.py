@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxinfer import quantization
 
-# Where `gated_mlp` has a token per column, on CPU in bfloat16 (LOG.md, 2026-11-30): with a multiple of so many tokens,
+# Where `gated_mlp` has a token per column, on CPU in bfloat16 (log/cpu-products.md): with a multiple of so many tokens,
 # whole blocks of the library's products, and with matrices of at most so many weights, which stay in the cache while
 # blocks of tokens come by.
 COLUMNS, COLUMNS_SIZE = 64, 2 << 20

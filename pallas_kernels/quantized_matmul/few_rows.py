@@ -15,7 +15,9 @@ import jax
 import jax.numpy as jnp
 
 BLOCK = 32  # inputs that share a scale
-MAX_ROWS = 4  # each row widens the codes anew: with 8 the plain float32 product is as fast (LOG.md)
+MAX_ROWS = (
+    4  # each row widens the codes anew: with 8 the plain float32 product is as fast (log/cpu-products.md)
+)
 TILE = 32  # outputs whose codes lie together: a few vector registers
 # XLA:CPU hands a sum to its library of kernels, with its operand widened in memory, if the operand has at most eight
 # axes; with nine it compiles one loop of all. So there are axes of size one.
@@ -91,7 +93,7 @@ def few_rows_matmul(
     def per_output(array: jax.Array) -> jax.Array:
         return array.reshape(num_groups, 1, num_tiles, size).astype(jnp.float32)
 
-    half = num_planes // 2  # two partial sums: with one or four a step takes longer (LOG.md)
+    half = num_planes // 2  # two partial sums: with one or four a step takes longer (log/cpu-products.md)
     sums = sum_of(slice(0, half)) + sum_of(slice(half, num_planes))
     result = sums * per_output(scale)
     if offset is not None:
@@ -104,7 +106,7 @@ def one_row_matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
     """x [1, D] times the transposed weight [F, D], in float32: f32[1, F].
 
     XLA:CPU multiplies one row of bfloat16 in a plain loop, ten times as slow, and packs a matrix of int8 anew for it
-    (LOG.md). Here a weight is read once, where it lies.
+    (log/cpu-products.md). Here a weight is read once, where it lies.
     """
     num_outputs, size = weight.shape
     blocks = size // LANES if size % LANES == 0 else 1

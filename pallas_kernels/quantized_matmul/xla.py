@@ -2,7 +2,8 @@
 
 XLA:CPU writes a widened weight to memory before a product reads it, which costs more than the product with few rows.
 So few rows take products of int8, which it has (x as a sum of three int8 numbers: float32's 24 bits of the row's
-largest), and some more rows a multiplication and a sum, which it fuses with the widening. LOG.md has the figures.
+largest), and some more rows a multiplication and a sum, which it fuses with the widening
+(log/cpu-products.md).
 Weights that groups scale are widened: neither way pays there.
 """
 

@@ -76,7 +76,7 @@ def most_decode_bytes(tile_rows: int, head_dim: int, compute_capability: tuple[i
 
 
 # Registers of a prefill thread that hold sums, scores and weights. ptxas gives a thread 168 in a block of three
-# warpgroups and 255 in one of two (it ignores setmaxnreg, LOG.md); the rest is addresses, peaks and masks.
+# warpgroups and 255 in one of two (it ignores setmaxnreg, log/chips.md); the rest is addresses, peaks and masks.
 MOST_PREFILL_REGISTERS = 144
 
 
