@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT))
 from jaxinfer.tools.aot import gpu_targets, targets  # noqa: E402
 from jaxinfer.tools.aot.run import compile_model  # noqa: E402
 from scripts import aot_kernels, aot_kernels_gpu  # noqa: E402
-from scripts.aot_document import document  # noqa: E402
+from scripts.aot_document import document, write_programs  # noqa: E402
 
 # Shapes as published in each model's config.json.
 MODELS: dict[str, dict[str, Any]] = {
@@ -253,6 +253,7 @@ def main() -> None:
         cases = {chip: case_names(chip) for chip in chips}
         text = document(records, layout, models=list(MODELS), chips=CHIPS, cases=cases, options=OPTIONS)
         options.write.write_text(text)
+        write_programs(options.write.with_name(f"{options.write.stem}_programs.csv"), records)
 
 
 if __name__ == "__main__":

@@ -1,18 +1,25 @@
 """docs/aot.md, from the records of scripts/aot.py: what compiled, what was refused and why, and what did not run."""
 
+import csv
 import datetime
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from jaxinfer.tools.aot.report import excess, failed, most, size
 
 Record = Mapping[str, Any]
+COLUMNS = (
+    "model", "target", "program", "result", "seconds", "arguments", "temporaries", "share of memory", "cache",
+    "cycles, or GPU kernels",
+)  # fmt: skip
 KERNELS = ("ragged_paged_attention", "kv_append", "append_then_attend", "quantized_matmul")
 INTRODUCTION = """\
-Each line is one program of the engine's warm-up (`jaxinfer compile MODEL --target CHIP`), compiled by the real compiler
-of the chip from the shapes of its arguments. A line proves that the compiler takes the program and what memory it
+Each program of the engine's warm-up (`jaxinfer compile MODEL --target CHIP`) was compiled by the real compiler of the
+chip from the shapes of its arguments; `docs/aot_programs.csv` has a line for each, `scripts/aot_document.py` makes both.
+A line proves that the compiler takes the program and what memory it
 needs; no value was computed and nothing was timed but the compiler, on a shared machine that was held at times: its
 seconds are upper bounds. XLA for GPUs chooses between kernels by trying them on a GPU; without one it takes its
 defaults. Shares are of the memory that programs can have: what the TPU compiler
@@ -124,29 +131,30 @@ def kernel_result(record: Record) -> str:
     )
 
 
-def program_table(rows: Iterable[Record]) -> list[str]:
-    """A line per program of one model; each row is a record with `target` beside it."""
-    lines = [
-        "| target | program | result | s | arguments | temporaries | share | cache | cycles, or GPU kernels |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        if "argument_bytes" in row:
-            arguments, temporaries = size(row["argument_bytes"]), size(row["temp_bytes"])
-            copies = f", {len(row['page_copies'])} copies" if row["page_copies"] else ""
-            cache = f"{'in place' if row['cache_aliased'] else 'NOT ALIASED'}{copies}"
-            share = f"{row['memory_share']:.0%}"
-        else:
-            arguments = temporaries = cache = share = ""
-        result = row["result"]
-        if result == "too large":
-            result = f"too large by {excess(row)}"
-        cells = (
-            row["target"], row["program"], result, f"{row.get('seconds', 0):.0f}",
-            arguments, temporaries, share, cache, _cost(row),
-        )  # fmt: skip
-        lines.append(f"| {' | '.join(map(str, cells))} |")
-    return lines
+def write_programs(path: Path, records: Iterable[Record]) -> None:
+    """Writes a CSV line per program; of several records of one program the last counts."""
+    last = {(r["model"], r["target"], r["program"]): r for r in records if r["kind"] == "program"}
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(COLUMNS)
+        writer.writerows(program_row(record) for record in last.values())
+
+
+def program_row(record: Record) -> list[str]:
+    """The cells of COLUMNS for one program; what its compiler did not say is empty."""
+    arguments = temporaries = cache = share = ""
+    if "argument_bytes" in record:
+        arguments, temporaries = size(record["argument_bytes"]), size(record["temp_bytes"])
+        copies = f", {len(record['page_copies'])} copies" if record["page_copies"] else ""
+        cache = f"{'in place' if record['cache_aliased'] else 'NOT ALIASED'}{copies}"
+        share = f"{record['memory_share']:.0%}"
+    result = record["result"]
+    if result == "too large":
+        result = f"too large by {excess(record)}"
+    names = [str(record[name]) for name in ("model", "target", "program")]
+    return [
+        *names, result, f"{record.get('seconds', 0):.0f}", arguments, temporaries, share, cache, _cost(record),
+    ]  # fmt: skip
 
 
 def _cost(row: Record) -> str:
@@ -156,7 +164,7 @@ def _cost(row: Record) -> str:
     if "gpu_kernels" in row:
         found = row["gpu_kernels"]
         return _resources(found) if found else "none of ours"
-    return row.get("why", "")[:120].replace("|", "\\|")
+    return row.get("why", "")[:120]
 
 
 def _resources(kernels: Sequence[Record]) -> str:
@@ -171,21 +179,25 @@ def _model(
     present = [chip for chip in chips if (model, chip) in wholes]
     if not present:
         return []
-    lines = ["", f"## {model}", "", "| target | usable | attention | pages x tokens |", "|---|---|---|---|"]
+    lines = [
+        "",
+        f"## {model}",
+        "",
+        "| target | usable | attention | pages x tokens | temporaries at most | share of memory at most |",
+        "|---|---|---|---|---|---|",
+    ]
     for chip in present:
         whole = wholes[model, chip]
         options, kernels = whole["options"], whole["kernels"]
+        ran = [record for (of, where, _), record in programs.items() if (of, where) == (model, chip)]
+        sized = [record for record in ran if "temp_bytes" in record]
+        temporaries = size(max(record["temp_bytes"] for record in sized)) if sized else ""
+        share = f"{max(record['memory_share'] for record in sized):.0%}" if sized else ""
         lines.append(
             f"| {chip} | {size(whole['usable_bytes'])} | {kernels['value']}: {kernels['reason']} | "
-            f"{options['num_pages']} x {options['page_size']} |"
+            f"{options['num_pages']} x {options['page_size']} | {temporaries} | {share} |"
         )
-    rows = [
-        programs[model, chip, name]
-        for chip in present
-        for name in wholes[model, chip]["programs"]
-        if (model, chip, name) in programs
-    ]
-    return [*lines, "", *program_table(rows)]
+    return lines
 
 
 def _overview(
