@@ -18,7 +18,7 @@ COLUMNS = (
 KERNELS = ("ragged_paged_attention", "kv_append", "append_then_attend", "quantized_matmul")
 INTRODUCTION = """\
 Each program of the engine's warm-up (`jaxinfer compile MODEL --target CHIP`) was compiled by the real compiler of the
-chip from the shapes of its arguments; `docs/aot_programs.csv` has a line for each, `scripts/aot_document.py` makes both.
+chip from the shapes of its arguments; `docs/aot_programs.csv` has a line for each.
 A line proves that the compiler takes the program and what memory it
 needs; no value was computed and nothing was timed but the compiler, on a shared machine that was held at times: its
 seconds are upper bounds. XLA for GPUs chooses between kernels by trying them on a GPU; without one it takes its
