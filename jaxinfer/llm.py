@@ -37,6 +37,7 @@ from jaxinfer.tools.planner import hardware
 from jaxinfer.tools.planner.roofline import StepCost, step_cost
 from jaxinfer.tools.planner.shape import ModelShape
 from jaxinfer.tools.planner.utilization import Utilization, utilization
+from jaxinfer.wording import shown
 
 logger = logging.getLogger(__name__)
 
@@ -361,7 +362,7 @@ class LLM:
         Raises:
           ChatTemplateError: the template refuses a conversation (in a list it fails alone).
         """
-        single = isinstance(messages[0], Mapping) if messages else True
+        single = prompts_.is_single_chat(messages)
         records = self._submit_chat(messages, sampling_params, template_options)
         return self._finish(records, use_tqdm, single)
 
@@ -372,7 +373,7 @@ class LLM:
         **template_options: Any,
     ) -> Outputs:
         """Like `chat`, as it happens; see `stream`."""
-        single = isinstance(messages[0], Mapping) if messages else True
+        single = prompts_.is_single_chat(messages)
         records = self._submit_chat(messages, sampling_params, template_options)
         _raise_single(records, single)
         return Outputs(self._loop, records)
@@ -401,7 +402,7 @@ class LLM:
         **template_options: Any,
     ) -> AsyncIterator[RequestOutput]:
         """`stream_chat` for `async for`; see `astream`."""
-        single = isinstance(messages[0], Mapping) if messages else True
+        single = prompts_.is_single_chat(messages)
         async for output in self._loop.stream(
             lambda: self._submit_chat(messages, sampling_params, template_options), single
         ):
@@ -426,7 +427,7 @@ class LLM:
           RuntimeError: a step failed that another thread ran.
         """
         params = SamplingParams(temperature=0, max_tokens=0, prompt_logprobs=0, detokenize=False)
-        pairs = prompts_.encode_pairs(self.tokenizer, prompts, continuations)
+        pairs = prompts_.encode_pairs(self.tokenizer, prompts, continuations, self.max_model_len)
         records: list[Record] = []
         # Equal beginnings next to each other: their pages are still there.
         order = sorted(range(len(pairs)), key=lambda i: pairs[i])
@@ -435,7 +436,7 @@ class LLM:
                 for i in order:
                     before, after = pairs[i]
                     records.append(
-                        self._add((before + after), params, 0, lambda ids: (None, ids), len(before))
+                        self._add((before + after), params, 0, lambda ids, _: (None, ids), len(before))
                     )
                     if records[-1].error is not None:
                         raise ValueError(f"pair {i}: {records[-1].error}")
@@ -456,10 +457,10 @@ class LLM:
         if self.tokenizer is None:
             raise ValueError("chat needs a tokenizer, and this LLM has none; give LLM(tokenizer=...)")
         tokenizer = self.tokenizer
-        conversations = [messages] if not messages or isinstance(messages[0], Mapping) else list(messages)
+        conversations = [messages] if prompts_.is_single_chat(messages) else list(messages)
 
-        def render(conversation):
-            ids = chat.render(tokenizer, conversation, **template_options)
+        def render(conversation, max_tokens):
+            ids = chat.render(tokenizer, conversation, max_tokens=max_tokens, **template_options)
             return tokenizer.decode(ids, skip_special_tokens=False), ids
 
         return self._submit_all(conversations, render, sampling_params, None, arrays)
@@ -481,7 +482,7 @@ class LLM:
         params = prompts_.one_each("sampling_params", given, len(prompts))
         for i, each in enumerate(params):
             if not isinstance(each, SamplingParams):
-                raise TypeError(f"sampling_params of prompt {i} is {each!r}; give SamplingParams")
+                raise TypeError(f"sampling_params of prompt {i} is {shown(each)}; give SamplingParams")
         priorities = prompts_.one_each("priority", 0 if priority is None else list(priority), len(prompts))
         records: list[Record] = []
         try:
@@ -509,8 +510,9 @@ class LLM:
             record.tokenizer = self.tokenizer
         try:
             if params.stop and self.tokenizer is None:
-                raise ValueError(f"stop={params.stop!r} needs a tokenizer, and this LLM has none")
-            record.prompt, record.prompt_token_ids = tokenize(prompt)
+                raise ValueError(f"stop={shown(params.stop)} needs a tokenizer, and this LLM has none")
+            longest = self.max_model_len if params.truncate_prompt_tokens is None else None
+            record.prompt, record.prompt_token_ids = tokenize(prompt, longest)
             if params.truncate_prompt_tokens is not None:
                 keep = params.truncate_prompt_tokens
                 if keep < 0:  # as many as leave room for the output

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from jaxinfer.wording import shown
+
 if TYPE_CHECKING:
     from jaxinfer.sampling.logprob_arrays import LogprobArrays
 
@@ -44,11 +46,6 @@ UNSUPPORTED_FIELDS = {
 }
 
 
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
 def _real(name: str, value: Any, low: float, high: float, open_low: bool = False) -> float:
     """`value` as a finite float in [low, high] (`(low, high]` when open_low), or ValueError."""
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
@@ -59,7 +56,7 @@ def _real(name: str, value: Any, low: float, high: float, open_low: bool = False
         or value > high
     ):
         raise ValueError(
-            f"{name}={_shown(value)} must be a number in {'(' if open_low else '['}{low:g}, {high:g}]"
+            f"{name}={shown(value)} must be a number in {'(' if open_low else '['}{low:g}, {high:g}]"
         )
     return float(value)
 
@@ -67,7 +64,7 @@ def _real(name: str, value: Any, low: float, high: float, open_low: bool = False
 def _integer(name: str, value: Any, low: int, high: int) -> int:
     is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     if not is_integer or not low <= value <= high:
-        raise ValueError(f"{name}={_shown(value)} must be an integer in [{low}, {high}]")
+        raise ValueError(f"{name}={shown(value)} must be an integer in [{low}, {high}]")
     return int(value)
 
 
@@ -76,7 +73,7 @@ def _many(name: str, values: Any, cap: int | None) -> list[Any]:
     if values is None:
         return []
     if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
-        raise ValueError(f"{name}={_shown(values)} must be a list")
+        raise ValueError(f"{name}={shown(values)} must be a list")
     items = list(values)
     if cap is not None and len(items) > cap:
         raise ValueError(f"{name} has {len(items)} entries; at most {cap} are allowed")
@@ -92,8 +89,10 @@ def _strings(name: str, values: Any, cap: int) -> tuple[str, ...]:
     for text in items:
         if not isinstance(text, str) or not 1 <= len(text) <= MAX_STRING_CHARS:
             raise ValueError(
-                f"{name} holds {_shown(text)}; each must be a string of 1 to {MAX_STRING_CHARS} characters"
+                f"{name} holds {shown(text)}; each must be a string of 1 to {MAX_STRING_CHARS} characters"
             )
+        if not text.isprintable() and any("\ud800" <= char <= "\udfff" for char in text):  # no text has it
+            raise ValueError(f"{name} holds {shown(text)}, with half a surrogate pair, which is no character")
     return tuple(items)
 
 
@@ -169,7 +168,7 @@ class SamplingParams:
             put("truncate_prompt_tokens", kept)
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize"):
             if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name}={_shown(getattr(self, name))} must be True or False")
+                raise ValueError(f"{name}={shown(getattr(self, name))} must be True or False")
 
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         put("stop", _strings("stop", stop, MAX_STOP_STRINGS))
@@ -186,7 +185,7 @@ class SamplingParams:
         if self.logit_bias is not None:
             put("logit_bias", _logit_bias(self.logit_bias))
         if self.extra_args is not None and not isinstance(self.extra_args, Mapping):
-            raise ValueError(f"extra_args={_shown(self.extra_args)} must be a dict")
+            raise ValueError(f"extra_args={shown(self.extra_args)} must be a dict")
 
     @property
     def greedy(self) -> bool:
@@ -207,7 +206,7 @@ class SamplingParams:
 def _logit_bias(bias: Any) -> dict[int, float]:
     """Keys as token ids (JSON gives them as strings of digits), values in [-100, 100]."""
     if not isinstance(bias, Mapping):
-        raise ValueError(f"logit_bias={_shown(bias)} must be a dict of token id to number")
+        raise ValueError(f"logit_bias={shown(bias)} must be a dict of token id to number")
     if len(bias) > MAX_BIAS_ENTRIES:
         raise ValueError(f"logit_bias has {len(bias)} entries; at most {MAX_BIAS_ENTRIES} are allowed")
     result = {}

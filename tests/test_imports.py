@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 
 # Lowest first. A module imports from its own layer and from those below; a new module needs a place here.
 LAYERS = [
-    "pallas_kernels",
+    "pallas_kernels wording",
     "request quantization tiles sharding sampling.sample sampling.filters sampling.penalties "
     "sampling.logits_processors sampling.logprob_arrays text.stop_strings programs.compile_cache",
     "kv_cache models.layers batch page_allocator metrics tools.timeline",
@@ -23,7 +23,7 @@ LAYERS = [
     "programs.compile programs.background",
     "engine",
     "checkpoints",
-    "text.tokenizer text.detokenizer text.chat text.prompts",
+    "text.tokenizer text.detokenizer text.chat text.prompts text.templates text.template_worker",
     "text.records smoothing loading",
     "request_loop",
     "llm tools.planner tools.batch_runner tools.bench tools.aot",

@@ -1,11 +1,13 @@
 """What users may give as a prompt, and the token ids it means."""
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from typing import Any
 
 from jaxinfer.request import SamplingParams
 from jaxinfer.text.tokenizer import Tokenizer
+from jaxinfer.wording import shown
 
 Prompt = str | Seq[int] | Mapping[str, Any]
 
@@ -36,42 +38,70 @@ def default_sampling_params(generation_config: Mapping[str, Any] | None) -> Samp
         ) from None
 
 
-def tokenize(tokenizer: Tokenizer | None, prompt: Prompt) -> tuple[str | None, list[int]]:
-    """(text if known, token ids) of one prompt.
+def fails_alone[Function: Callable[..., Any]](function: Function) -> Function:
+    """Makes every Exception but ValueError and TypeError a ValueError that names it.
+
+    For what reads one request: a RecursionError, MemoryError or IndexError over it fails that request alone.
+    """
+
+    @functools.wraps(function)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except (ValueError, TypeError):
+            raise
+        except Exception as error:
+            raise ValueError(
+                f"the request cannot be read: {type(error).__name__}: {shown(str(error))}"
+            ) from error
+
+    return wrapped  # type: ignore[return-value]
+
+
+@fails_alone
+def tokenize(
+    tokenizer: Tokenizer | None, prompt: Prompt, max_tokens: int | None = None
+) -> tuple[str | None, list[int]]:
+    """(text if known, token ids) of one prompt. Text of over `max_tokens` is refused before it is tokenized.
 
     Raises:
-      ValueError: it is empty, or text without a tokenizer, or no prompt at all.
+      ValueError: it is empty or too long, or text without a tokenizer, or no prompt at all.
     """
     if isinstance(prompt, Mapping):
-        unknown = set(prompt) - {"prompt", "prompt_token_ids"}
-        if unknown or not prompt:
+        unknown = [key for key in prompt if key not in ("prompt", "prompt_token_ids")]
+        if unknown or len(prompt) != 1:
             raise ValueError(
-                f"a prompt dict has prompt or prompt_token_ids; this one has {sorted(prompt) or 'nothing'}"
+                f"a prompt dict has either prompt or prompt_token_ids; this one has "
+                f"{', '.join(map(shown, list(prompt)[:4])) or 'nothing'}"
             )
-        text = prompt.get("prompt")
         if "prompt_token_ids" in prompt:
-            return text, token_ids(prompt["prompt_token_ids"])
-        prompt = text  # type: ignore[assignment]
+            return None, token_ids(prompt["prompt_token_ids"])
+        prompt = prompt["prompt"]
     if not isinstance(prompt, str):
         return None, token_ids(prompt)
-    ids = _needed(tokenizer).encode(prompt) or _beginning(tokenizer)
+    ids = _needed(tokenizer).encode(prompt, max_tokens=max_tokens) or _beginning(tokenizer)
     if not ids:
         raise ValueError("the prompt is empty, and this model has no BOS token to begin from")
     return prompt, ids
 
 
+@fails_alone
 def encode_pair(
-    tokenizer: Tokenizer | None, context: str | Seq[int], continuation: str | Seq[int]
+    tokenizer: Tokenizer | None,
+    context: str | Seq[int],
+    continuation: str | Seq[int],
+    max_tokens: int | None = None,
 ) -> tuple[list[int], list[int]]:
     """Token ids of a context and of what follows it, as lm-evaluation-harness cuts them.
 
     Spaces at the end of the context belong to the continuation. Both are tokenized as one text, and the
     context tokenized alone says how many of its tokens are context: merges across the border are the
     continuation's. An empty context is the BOS token, or EOS where there is no BOS. Token ids are taken as
-    they are.
+    they are. Text of over `max_tokens` is refused before it is tokenized.
 
     Raises:
-      ValueError: the continuation is empty, one is text and the other ids, or there is nothing to begin from.
+      ValueError: the continuation is empty, one is text and the other ids, there is nothing to begin from, or
+        too much.
     """
     if isinstance(context, str) != isinstance(continuation, str):
         raise ValueError("a prompt and its continuation must both be text or both be token ids")
@@ -79,22 +109,26 @@ def encode_pair(
         before = token_ids(context) if len(context) else _beginning(tokenizer, or_eos=True)
         after = token_ids(continuation)
     elif stripped := context.rstrip():
+        both = _needed(tokenizer).encode(context + continuation, max_tokens=max_tokens)
         before = _needed(tokenizer).encode(stripped)
-        after = _needed(tokenizer).encode(context + continuation)[len(before) :]
+        after = both[len(before) :]
     else:
         before = _beginning(_needed(tokenizer), or_eos=True)
-        after = _needed(tokenizer).encode(context + continuation, add_special_tokens=False)
+        text = context + continuation
+        after = _needed(tokenizer).encode(text, add_special_tokens=False, max_tokens=max_tokens)
     if not before:
         raise ValueError(
             "the prompt is empty, and this model has neither a BOS nor an EOS token to begin from"
         )
     if not after:
-        raise ValueError(f"the continuation {continuation!r} has no tokens of its own after {context!r}")
+        raise ValueError(
+            f"the continuation {shown(continuation)} has no tokens of its own after {shown(context)}"
+        )
     return before, after
 
 
 def encode_pairs(
-    tokenizer: Tokenizer | None, contexts: Any, continuations: Seq[Any]
+    tokenizer: Tokenizer | None, contexts: Any, continuations: Seq[Any], max_tokens: int | None = None
 ) -> list[tuple[list[int], list[int]]]:
     """`encode_pair` of one context for each continuation, or one for all. ValueError names the wrong pair."""
     many = [contexts] * len(continuations) if is_single(contexts) else list(contexts)
@@ -105,7 +139,7 @@ def encode_pairs(
     pairs = []
     for i, (context, continuation) in enumerate(zip(many, continuations, strict=True)):
         try:
-            pairs.append(encode_pair(tokenizer, context, continuation))
+            pairs.append(encode_pair(tokenizer, context, continuation, max_tokens))
         except ValueError as error:
             raise ValueError(f"pair {i}: {error}") from None
     return pairs
@@ -133,14 +167,24 @@ def is_single(prompts: Any) -> bool:
     return len(prompts) > 0 and not isinstance(prompts[0], str | Mapping | Seq)
 
 
+def is_single_chat(messages: Any) -> bool:
+    """One conversation, a list of messages; or none, which is refused as one."""
+    many = isinstance(messages, Seq) and not isinstance(messages, str | bytes) and len(messages) > 0
+    return not many or isinstance(messages[0], Mapping)
+
+
 def token_ids(ids: Any) -> list[int]:
     """`ids` as a list of int. Raises ValueError if there is none, or something else in it."""
+    if isinstance(ids, bytes | bytearray):  # would be a list of the numbers of its bytes
+        raise ValueError("a prompt of bytes is neither text nor token ids; decode it: prompt.decode('utf-8')")
+    if ids is None or not hasattr(ids, "__iter__"):
+        raise ValueError(f"a prompt is text or token ids; {shown(ids)} is neither")
     ids = list(ids)
     if not ids:
         raise ValueError("the prompt has no tokens; give at least one")
     wrong = [i for i in ids if isinstance(i, bool) or not hasattr(i, "__index__")]
     if wrong:
-        raise ValueError(f"a prompt is text or token ids; {wrong[0]!r} is no token id")
+        raise ValueError(f"a prompt is text or token ids; {shown(wrong[0])} is no token id")
     return [int(i) for i in ids]
 
 

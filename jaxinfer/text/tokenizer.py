@@ -1,7 +1,8 @@
 """Text to token ids and back, from a GGUF file or a Hugging Face directory, over the `tokenizers` library."""
 
 import json
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -12,7 +13,11 @@ import tokenizers
 from jaxinfer.checkpoints import gguf_tokenizer
 from jaxinfer.checkpoints.sentencepiece_model import read_metadata
 from jaxinfer.text.detokenizer import BYTE_TOKEN, DecoderRules, Detokenizer, decoder_rules
+from jaxinfer.wording import shown
 
+_CHARS_PER_TOKEN = 8  # a text of fewer characters per token that fits is tokenized in one go
+_AT_A_CUT = 64
+_SURROGATE = re.compile("[\ud800-\udfff]")
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -42,20 +47,46 @@ class Tokenizer:
     chat_templates: dict[str, str]  # name -> Jinja source; "default", and "tool_use" where a model has one
     _bytes: dict[int, bytes] = field(default_factory=dict, repr=False)
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(
+        self, text: str, add_special_tokens: bool = True, *, max_tokens: int | None = None
+    ) -> list[int]:
         """The ids of `text`. Special tokens written in the text are recognized.
 
         `add_special_tokens` adds what the model's tokenizer adds (BOS). A text that already begins with BOS
-        gets no second one.
+        gets no second one. With `max_tokens` a text is refused whose beginning has more already, before the rest
+        is tokenized; a few more may come through.
+
+        Raises:
+          ValueError: the text holds half a surrogate pair, is too long, or the tokenizer fails on it.
         """
-        ids = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        if max_tokens is not None:
+            self._refuse_longer(text, max_tokens)
+        ids = _tokenized(text, lambda: self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
         bos = self.bos_token_id
         if self.adds_bos and add_special_tokens and ids[:2] == [bos, bos]:
             return ids[1:]
         return ids
 
+    def _refuse_longer(self, text: str, max_tokens: int) -> None:
+        """Tokenizes beginnings of a long text, each twice the last. The end of one may be cut otherwise than
+        in the whole text: `_AT_A_CUT` tokens are allowed for that."""
+        length = _CHARS_PER_TOKEN * (max_tokens + _AT_A_CUT)
+        while length < len(text):
+            beginning = text[:length]
+            ids = _tokenized(beginning, lambda: self.backend.encode(beginning, add_special_tokens=False).ids)  # noqa: B023
+            if len(ids) > max_tokens + _AT_A_CUT:
+                raise too_long(len(text), max_tokens)
+            length *= 2
+
     def encode_plain(self, text: str) -> list[int]:
-        """The ids of `text` as plain text: what looks like an added token is not taken for one."""
+        """The ids of `text` as plain text: what looks like an added token is not taken for one.
+
+        Raises:
+          ValueError: as `encode`.
+        """
+        return _tokenized(text, lambda: self._encode_plain(text))
+
+    def _encode_plain(self, text: str) -> list[int]:
         if self.backend.normalizer is not None:
             text = self.backend.normalizer.normalize_str(text)
         pieces = [text]
@@ -117,11 +148,43 @@ class Tokenizer:
     @cached_property
     def adds_bos(self) -> bool:
         """Whether `encode` puts BOS before a text."""
-        return self.bos_token_id is not None and self.backend.encode("").ids[:1] == [self.bos_token_id]
+        if self.bos_token_id is None:
+            return False
+        return _tokenized("", lambda: self.backend.encode("").ids)[:1] == [self.bos_token_id]
 
     @property
     def chat_template(self) -> str | None:
         return self.chat_templates.get("default")
+
+
+def _tokenized(text: str, tokenize: Callable[[], list[int]]) -> list[int]:
+    """What `tokenize` makes of `text`; whatever it raises becomes a ValueError, so that one text fails alone.
+
+    The library raises plain Exceptions, and panics (BaseExceptions) where a pattern of the tokenizer gives up.
+    """
+    try:
+        return tokenize()
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        if not isinstance(text, str):
+            raise TypeError(f"a text is a str, not {type(text).__name__}") from None
+        if half := _SURROGATE.search(text):
+            raise ValueError(
+                f"the text has half a surrogate pair, U+{ord(half[0]):04X}, at character {half.start()}, which is "
+                f"no character; encode the text as UTF-8, or replace it"
+            ) from None
+        raise ValueError(
+            f"the model's tokenizer fails on a text of {len(text)} characters: {shown(str(error))}"
+        ) from error
+
+
+def too_long(num_chars: int, max_tokens: int) -> ValueError:
+    """The error for a text that has more tokens than fit."""
+    return ValueError(
+        f"the prompt is too long: its {num_chars} characters have over {max_tokens} tokens, and max_model_len is "
+        f"{max_tokens}; shorten it, or raise max_model_len"
+    )
 
 
 def load_tokenizer(path: str | Path, metadata: Mapping[str, Any] | None = None) -> Tokenizer:

@@ -34,6 +34,8 @@ def test_prompts_equal_transformers(name: str, request: pytest.FixtureRequest) -
     for case in json.loads((GOLDEN / f"chat_{name}.json").read_text(encoding="utf-8")):
         messages = fixtures.CONVERSATIONS[case["conversation"]]
         template = fixtures.TEMPLATES[case["template"]]
+        if case["conversation"] == "parts" and case["template"] != "parts":
+            continue  # transformers fails or prints a Python list; see test_parts_become_text
         if "error" in case:
             with pytest.raises(chat.ChatTemplateError) as raised:
                 chat.render(tokenizer, messages, chat_template=template, now=NOW, **case["options"])
@@ -191,7 +193,15 @@ def test_templates_run_in_a_sandbox(template: str, byte_level: Tokenizer) -> Non
         ({"messages": "hello"}, ValueError, "list"),
         ({"messages": [{"content": "a"}]}, TypeError, "role"),
         ({"messages": ["a"]}, TypeError, "role"),
-        ({"messages": user([{"type": "image_url", "image_url": "x"}])}, ValueError, "content part"),
+        ({"messages": user([{"type": "image_url", "image_url": "x"}])}, ValueError, "message 0.*'image_url'"),
+        ({"messages": user(["text"])}, ValueError, "content part"),
+        ({"messages": user([{"type": "text"}])}, ValueError, "must be text"),
+        ({"messages": user([{"type": "text", "text": 1}])}, ValueError, "must be text"),
+        ({"messages": {"role": "user"}}, ValueError, "list"),
+        ({"messages": 5}, ValueError, "list"),
+        ({"tools": 5}, TypeError, "tools"),
+        ({"chat_template_kwargs": [1]}, TypeError, "chat_template_kwargs"),
+        ({"chat_template": 5}, TypeError, "chat_template"),
         ({"messages": user(object())}, TypeError, "plain data"),
         ({"tools": [print]}, TypeError, "tool"),
         ({"chat_template_kwargs": {"messages": []}}, ValueError, "chat_template_kwargs"),
@@ -206,6 +216,99 @@ def test_wrong_arguments_are_refused(
     arguments: dict[str, Any] = {"messages": user("a"), "chat_template": CHATML} | change
     with pytest.raises(error, match=match):
         chat.render(byte_level, arguments.pop("messages"), **arguments)
+
+
+PARTS = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+
+
+def rendered(tokenizer: Tokenizer, template: str, messages: list[dict[str, Any]], **options: Any) -> str:
+    return tokenizer.decode(chat.render(tokenizer, messages, chat_template=template, **options))
+
+
+@pytest.mark.parametrize("template", ["chatml", "bos_and_date", "no_system", "tools_and_thinking"])
+def test_parts_become_text_for_a_template_of_text(template: str, byte_level: Tokenizer) -> None:
+    source = fixtures.TEMPLATES[template]
+    for options in ({}, {"continue_final_message": True}):
+        parts = rendered(byte_level, source, user(PARTS), **options)
+        assert parts == rendered(byte_level, source, user("one\ntwo"), **options)
+
+
+SHOW = "{% if message.content is string %}text{% else %}parts{% endif %}"
+LOOP = "{% for message in messages %}"
+READS_PARTS = [
+    LOOP + "{% for part in message['content'] %}{% endfor %}" + SHOW + "{% endfor %}",
+    LOOP
+    + "{% set c = message.content %}{% set d = c %}{% for p in d[1:] %}{% endfor %}"
+    + SHOW
+    + "{% endfor %}",
+    LOOP + "{% for p in message.get('content') or [] %}{% endfor %}" + SHOW + "{% endfor %}",
+    LOOP
+    + "{% for p in message.content | selectattr('type', 'equalto', 'text') %}{% endfor %}"
+    + SHOW
+    + "{% endfor %}",
+    LOOP + "{{ message.content | map(attribute='text') | join }}" + SHOW + "{% endfor %}",
+    LOOP + "{{ message.content[0]['text'] }}" + SHOW + "{% endfor %}",
+    LOOP + "{{ (message.content | first).text }}" + SHOW + "{% endfor %}",
+    LOOP + "{% with c = message.content %}{% for p in c %}{% endfor %}{% endwith %}" + SHOW + "{% endfor %}",
+    "{% macro show(c) %}{% if c is string %}{{ c }}{% else %}{% for p in c %}{% endfor %}{% endif %}{% endmacro %}"
+    + LOOP
+    + "{{ show(message.content) }}"
+    + SHOW
+    + "{% endfor %}",
+]
+READS_TEXT = [
+    LOOP + SHOW + "{% endfor %}",
+    LOOP + "{{ message.content | trim }}" + SHOW + "{% endfor %}",
+    LOOP + "{% for line in message.content.split() %}{% endfor %}" + SHOW + "{% endfor %}",
+    LOOP + "{% for call in message.tool_calls or [] %}{{ call.content }}{% endfor %}" + SHOW + "{% endfor %}",
+    LOOP + "{{ message.content[:3] }}{{ message.content[0] }}" + SHOW + "{% endfor %}",
+]
+
+
+@pytest.mark.parametrize("template", READS_PARTS)
+def test_a_template_that_walks_over_parts_gets_them(template: str, byte_level: Tokenizer) -> None:
+    assert rendered(byte_level, template, user(PARTS)).endswith("parts")
+    assert rendered(byte_level, SHOW.join([LOOP, "{% endfor %}"]), user("a")) == "text"
+
+
+@pytest.mark.parametrize("template", READS_TEXT)
+def test_a_template_that_does_not_gets_text(template: str, byte_level: Tokenizer) -> None:
+    assert rendered(byte_level, template, user(PARTS)).endswith("text")
+
+
+def called(arguments: Any) -> list[dict[str, Any]]:
+    function = {"name": "weather", "arguments": arguments}
+    call = {"id": "1", "type": "function", "function": function}
+    return [{"role": "assistant", "content": None, "tool_calls": [call]}]
+
+
+def test_arguments_of_tool_calls_may_be_json_text(byte_level: Tokenizer) -> None:
+    items = (
+        "{% for k, v in messages[0].tool_calls[0].function.arguments | items %}{{ k }}={{ v }}{% endfor %}"
+        "{{ messages[0].tool_calls[0].function.arguments | tojson }}"
+    )
+    wanted = 'city=Åbo{"city": "Åbo"}'
+    for given in ({"city": "Åbo"}, '{"city": "\\u00c5bo"}', ' {"city": "Åbo"}\n'):
+        messages = called(given)
+        assert rendered(byte_level, items, messages) == wanted
+        assert messages == called(given)
+    assert rendered(byte_level, items, called("")) == "{}"
+    bare = [{"role": "assistant", "tool_calls": [{"name": "weather", "arguments": '{"a": 1}'}]}]
+    assert rendered(byte_level, "{{ messages[0].tool_calls[0].arguments.a }}", bare) == "1"
+
+
+@pytest.mark.parametrize("arguments", ["{", "[1]", "3", '"x"', "null", "[" * 100_000, "x" * 100_000])
+def test_arguments_that_are_no_object_are_named(arguments: str, byte_level: Tokenizer) -> None:
+    with pytest.raises(ValueError, match=r"message 0: tool_calls\[0\]\.function\.arguments") as raised:
+        chat.render(byte_level, called(arguments), chat_template=CHATML)
+    assert len(str(raised.value)) < 300
+
+
+def test_control_tokens_in_json_arguments_stay_text(byte_level: Tokenizer) -> None:
+    messages = called('{"a": "<|im_end|>", "b": "<\\u007cim_end|>"}')
+    ids = chat.render(byte_level, messages, chat_template="{{ messages[0].tool_calls | tojson }}")
+    assert not byte_level.special_token_ids & set(ids)
+    assert byte_level.decode(ids, skip_special_tokens=False).count("<|im_end|>") == 2
 
 
 def test_continuing_a_message_that_the_template_drops(byte_level: Tokenizer) -> None:

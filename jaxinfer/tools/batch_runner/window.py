@@ -47,9 +47,14 @@ class Window:
             if task.url == CHAT:
                 (record,) = self._llm._submit_chat(task.prompt, task.params, task.template_options, arrays)
             elif task.continuation is not None:
-                before, after = encode_pair(self._llm.tokenizer, task.prompt, task.continuation)  # type: ignore[arg-type]
+                before, after = encode_pair(
+                    self._llm.tokenizer,
+                    task.prompt,  # type: ignore[arg-type]
+                    task.continuation,
+                    self._llm.max_model_len,
+                )
                 ids = before + after
-                record = self._llm._add(ids, task.params, 0, lambda ids: (None, ids), len(before), arrays)
+                record = self._llm._add(ids, task.params, 0, lambda ids, _: (None, ids), len(before), arrays)
             else:
                 (record,) = self._llm._submit([task.prompt], task.params, None, arrays)
         except (ValueError, TypeError) as error:
