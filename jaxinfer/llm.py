@@ -2,11 +2,12 @@
 
 import gc
 import hashlib
+import inspect
 import itertools
 import logging
 from collections.abc import AsyncIterator, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from types import ModuleType
@@ -15,25 +16,24 @@ from typing import Any
 import jax
 from tqdm import tqdm
 
-from jaxinfer import defaults
+from jaxinfer import defaults, weight_forms
+from jaxinfer.device_facts import facts_of
 from jaxinfer.engine import Engine, EngineConfig, EngineStats
-from jaxinfer.loading import check_names, find_model, given_model, quantized, refuse_unknown, with_packed
 from jaxinfer.metrics import Work
+from jaxinfer.model_source import ModelSource, find_model, given_model
+from jaxinfer.options import DEFAULTS, LLMOptions, documentation, signature
 from jaxinfer.programs import compile_cache
 from jaxinfer.programs.background import give_back_memory
-from jaxinfer.programs.buckets import Buckets
 from jaxinfer.programs.saved_programs import SavedPrograms
 from jaxinfer.request import Loglikelihood, Request, RequestOutput, SamplingParams, TopK
 from jaxinfer.request_loop import Outputs, RequestLoop
-from jaxinfer.sampling.sample import LogitsProcessor, LogprobsMode
-from jaxinfer.scheduler import SchedulerConfig
+from jaxinfer.resolve import resolve
 from jaxinfer.text import chat
 from jaxinfer.text import prompts as prompts_
 from jaxinfer.text.prompts import Prompt
 from jaxinfer.text.records import Record
 from jaxinfer.text.tokenizer import Tokenizer
-from jaxinfer.tools import planner
-from jaxinfer.tools.planner import hardware
+from jaxinfer.tools.planner import EnginePlan, hardware
 from jaxinfer.tools.planner.roofline import StepCost, step_cost
 from jaxinfer.tools.planner.shape import ModelShape
 from jaxinfer.tools.planner.utilization import Utilization, utilization
@@ -78,48 +78,11 @@ class LLM:
     Args:
       model: a catalog name, a Hugging Face directory, a .gguf file, or org/name of the Hugging Face hub. Or give
         `config` and `weights`.
-      revision, token: for a hub name: branch, tag or commit; a token, False for none, None for the stored one.
       config, weights: a model config (such as `models.llama.Config`) and its weights tree.
       model_module: the model file of `config`; found by its module when left out.
       tokenizer: for `config` and `weights`; without it prompts are token ids and outputs have no text.
-      dtype: of weights and activations: auto, float32, bfloat16, float16.
-      quantize: None, or "w8a8": matrices of layers in int8 with a scale per output, activations in int8 with a
-        scale per token. On a CPU the channels of activations are made alike first, from tokens that the model draws
-        (which takes all weights in `dtype` for a while), and the matrices of K and V stay in `dtype`.
-      few_rows: how up to four rows are multiplied on a CPU: "full", by the matrices in `dtype` as any number; "packed",
-        by the 4 or 8 bit codes of a GGUF file, which lie beside the matrices then: the file's values exactly, float32
-        sums; "auto", by what was measured for this kind of CPU. `update_weights` needs "full".
-      max_model_len: prompt + output tokens of one sequence; default the model's own maximum.
-      max_num_seqs: rows that run at the same time.
-      max_num_batched_tokens: tokens of one step; bounds a prefill chunk.
-      max_num_partial_prefills: prompts that may be under way in chunks at the same time.
-      num_pages | kv_cache_memory_bytes | gpu_memory_utilization: size of the KV cache; at most one of them.
-      page_size: tokens per page.
-      seed: of requests that name none: the i-th request of this LLM draws from hash64(seed, i).
-      enable_prefix_caching: share the pages of equal prompt beginnings.
-      implementation: kernels that write and read pages: auto, reference, xla, cpu, tpu, gpu, gpu_xla.
-      matmul_precision: of products in float32: None makes float32 mean float32 on every device.
-      decode_steps: tokens per row that one decode program may draw before the host looks.
-      batch_invariant: a request gets the same bits, ids and logprobs, whatever runs beside it, however its prompt is
-        cut into chunks, from cached pages or not, after a preemption, with any decode_steps, in every process on one
-        kind of CPU and one version of jax. Steps are slower; a device or implementation for which this is not
-        proven is refused.
-      strict_compile: raise if a program is compiled after `warmup()`.
-      background_compile: compile on another thread: on a CPU, while weights are read, the programs of a first short
-        prompt; behind the first token, what `warmup()` would. A process that ends meanwhile waits for the program
-        under way.
-      logprobs_mode: "raw" (log-softmax of the model's logits) or "processed" (after all filters); of output
-        tokens. Those of prompt tokens are always raw.
-      logits_processors: functions of logits, traced into the step; see logits_processors.py.
-      logits_processor_args: what requests may hand to them in `extra_args`: key -> default value.
-      generation_config: "auto": a request without SamplingParams takes the sampling defaults of the model's
-        generation_config.json (`default_sampling_params`); "none": it takes `SamplingParams()`. Parameters that
-        a request gives are never mixed with the file's.
-      compilation_cache_dir: folder of compiled programs, "auto", or None for no cache.
-      programs: a folder of `jaxinfer compile --save` for this device, whose programs are loaded instead of
-        compiled; `saved_programs.options(folder)` has the options to give beside it. It holds machine code: only
-        load one that you trust. Where its compiler could not serialize them, programs are compiled through the
-        persistent cache in that folder instead of `compilation_cache_dir`, and the log says so.
+      options: fields of `options.LLMOptions`:
+        {options}
 
     A sequence ends, in this order: at an end id of the model unless `ignore_eos` (finish_reason "stop", stop_reason
     None), at one of `stop_token_ids` ("stop", the id), at a stop string ("stop", the string), or at `max_tokens` or
@@ -138,169 +101,106 @@ class LLM:
         self,
         model: str | Path | None = None,
         *,
-        revision: str | None = None,
-        token: str | bool | None = None,
         config: Any = None,
         weights: Any = None,
         model_module: ModuleType | None = None,
         tokenizer: Tokenizer | None = None,
-        dtype: str = "auto",
-        quantize: str | None = None,
-        few_rows: str = "auto",
-        max_model_len: int | None = None,
-        max_num_seqs: int = 64,
-        max_num_batched_tokens: int = 512,
-        max_num_partial_prefills: int = 1,
-        num_pages: int | None = None,
-        kv_cache_memory_bytes: int | None = None,
-        gpu_memory_utilization: float | None = None,
-        page_size: int | str = "auto",
-        seed: int = 0,
-        enable_prefix_caching: bool = True,
-        implementation: str = "auto",
-        matmul_precision: str | None = None,
-        decode_steps: int = 8,
-        batch_invariant: bool = False,
-        strict_compile: bool = False,
-        background_compile: bool = True,
-        logprobs_mode: LogprobsMode = "raw",
-        logits_processors: Seq[LogitsProcessor] = (),
-        logits_processor_args: Mapping[str, Any] | None = None,
-        generation_config: str = "auto",
-        compilation_cache_dir: str | Path | None = "auto",
-        buckets: Buckets | None = None,
-        programs: str | Path | None = None,
-        **unknown: Any,
+        **options: Any,
     ) -> None:
-        refuse_unknown(unknown)
-        if generation_config not in ("auto", "none"):
-            raise ValueError(f"generation_config={generation_config!r} must be 'auto' or 'none'")
         if (model is None) == (config is None or weights is None):
             raise TypeError("give either model=..., or both config=... and weights=...")
         if model is not None and (config is not None or weights is not None or model_module is not None):
             raise TypeError("config, weights and model_module replace model=...; leave either out")
-        if model is None and dtype != "auto":
-            raise TypeError(f"dtype={dtype!r} is for model=...; config and weights have a dtype already")
-        check_names(logprobs_mode, implementation, matmul_precision)
-        scheduler = SchedulerConfig(
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_model_len=1 if max_model_len is None else max_model_len,  # the model's own is known later
-            max_num_partial_prefills=max_num_partial_prefills,
-            decode_steps=decode_steps,
-        )
+        self.options = LLMOptions.from_keywords(options)
+        defaults.check_matmul_precision(self.options.matmul_precision)
         device = jax.devices()[0]
-        if programs is not None and logits_processors:
-            raise ValueError(
-                "programs=... has none with logits_processors: functions are not saved; leave one out"
-            )
-        saved = None if programs is None else SavedPrograms(programs, device)
-        if saved is not None and saved.cache is not None:  # the form in which these programs are saved
-            compilation_cache_dir = saved.cache
-        elif compilation_cache_dir == "auto":
-            compilation_cache_dir = compile_cache.default_folder()
-        compile_cache.enable(compilation_cache_dir)
-        if model is not None:
-            found = find_model(model, revision, token, dtype, device, tokenizer, generation_config)
-        elif revision is not None or token is not None:
-            raise TypeError(
-                "revision and token are for a model of the hub; leave them out with config and weights"
-            )
+        saved = _programs_and_cache(self.options, device)
+        if model is None:
+            for name in ("dtype", "revision", "token"):
+                if (value := getattr(self.options, name)) != DEFAULTS[name]:
+                    raise TypeError(
+                        f"{name}={value!r} is for model=...; leave it out with config and weights"
+                    )
+            source = given_model(config, weights, model_module, tokenizer)
         else:
-            found = given_model(config, weights, model_module, tokenizer)
-        found, weights_bytes = quantized(found, quantize, device)
-        found, packed_bytes = with_packed(found, few_rows, device, quantize is None and not batch_invariant)
-        weights_bytes = packed_bytes or weights_bytes
-        config = found.config
-        self.config, self.tokenizer, self.end_token_ids = config, found.tokenizer, found.end_token_ids
-        self.default_sampling_params, self.module = found.sampling_defaults, found.module
-
-        self.max_model_len = config.max_position_embeddings if max_model_len is None else max_model_len
-        if self.max_model_len > config.max_position_embeddings:
-            raise ValueError(
-                f"max_model_len={self.max_model_len} is over the model's own maximum of "
-                f"{config.max_position_embeddings} positions"
-            )
-        spec, chosen = planner.cache_spec(
-            config,
-            device,
-            max_model_len=self.max_model_len,
-            page_size=page_size,
-            implementation=implementation,
-        )
-        tile = defaults.tile(batch_invariant, device, spec.implementation, quantize)
-        plan = planner.check(
-            found.module,
-            config,
-            device,
-            spec,
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            num_pages=num_pages,
-            kv_cache_memory_bytes=kv_cache_memory_bytes,
-            gpu_memory_utilization=gpu_memory_utilization,
-            weights_bytes=weights_bytes,
-            weights_loaded=found.weights_loaded and quantize is None,
-        )
-        self.plan = plan
-        spec = replace(spec, num_pages=plan.num_pages)
-        logger.info("attention: %s on %s, since %s", chosen.value, device.device_kind, chosen.reason)
-        for line in plan.lines():
+            source = find_model(model, self.options, tokenizer)
+        self.resolved = resolve(self.options, source.facts, facts_of(device))
+        for line in self.resolved.lines():
             logger.info(line)
-        if buckets is None:
-            buckets = Buckets.default(
-                max_num_seqs, max_num_batched_tokens, decode_steps, device.platform, tile
-            )
-        buckets = replace(buckets, tile=tile)
-        # On a CPU the first programs are compiled, or loaded, while weights are read. Elsewhere
-        # pages come last: leaves that are quantized as they come need room on the device for a while.
-        early = background_compile and device.platform == "cpu" and not found.weights_loaded
-        self.engine = Engine(
-            found.module,
-            config,
-            found.shapes if early else found.load_weights(),
-            spec,
-            EngineConfig(
-                scheduler=replace(
-                    scheduler,
-                    max_model_len=self.max_model_len,
-                    max_multi_step_rows=buckets.max_multi_step_rows,
-                ),
-                buckets=buckets,
-                logprobs_mode=logprobs_mode,
-                matmul_precision=defaults.matmul_precision(matmul_precision, config.dtype),
-                compiler_options=defaults.compiler_options(device),
-                strict_compile=strict_compile,
-                background_compile=background_compile,
-                enable_prefix_caching=enable_prefix_caching,
-                cache_salt=found.name,
-                logits_processors=tuple(logits_processors),
-                logits_processor_args=logits_processor_args,
-                saved_programs=saved,
-            ),
-            bad_word_ids=None if found.tokenizer is None else self._bad_word_ids,
-            compile_first=early,
-        )
-        given = weights
-        if early:
-            try:
-                self.engine.take_weights(found.load_weights())
-            except BaseException:
-                self.engine.close(weights=False)
-                raise
-        self._in_form = found.in_form
+        self.module, self.config = source.facts.module, self.resolved.config
+        self.tokenizer, self.end_token_ids = source.tokenizer, source.end_token_ids
+        self.default_sampling_params = source.sampling_defaults
+        self.engine = self._start(source, saved)
         # Arrays on the device that nobody but this LLM has: `close` frees them.
-        theirs = {id(leaf) for leaf in jax.tree.leaves(given)}
+        theirs = {id(leaf) for leaf in jax.tree.leaves(weights)}
         self._owned_weights = [
             leaf for leaf in jax.tree.leaves(self.engine.weights) if id(leaf) not in theirs
         ]
-        self.device_choice = f"{device.platform} ({device.device_kind})"
-        self.implementation_choice = chosen
-        self._seed = seed
         self._ids = itertools.count()
         self._loop = RequestLoop(self.engine)
         self._said_defaults = self.default_sampling_params == SamplingParams()
+
+    def _start(self, source: ModelSource, saved: SavedPrograms | None) -> Engine:
+        """Reads the weights, and makes the engine that runs on them."""
+        resolved = self.resolved
+
+        def read() -> Any:
+            return weight_forms.read(
+                source.facts, resolved.config, resolved.form, partial(source.read_weights, resolved.config)
+            )
+
+        # On a CPU the first programs are compiled, or loaded, while weights are read. Elsewhere
+        # pages come last: leaves that are quantized as they come need room on the device for a while.
+        early = self.options.background_compile and resolved.device.platform == "cpu"
+        early = early and not source.facts.weights_given
+        form = "" if self.options.quantize is None else f", {self.options.quantize}"
+        engine = Engine(
+            source.facts.module,
+            resolved.config,
+            resolved.weights() if early else read(),
+            resolved.spec,
+            EngineConfig(
+                scheduler=resolved.scheduler,
+                buckets=resolved.buckets,
+                logprobs_mode=self.options.logprobs_mode,
+                matmul_precision=resolved.matmul_precision,
+                compiler_options=resolved.compiler_options,
+                strict_compile=self.options.strict_compile,
+                background_compile=self.options.background_compile,
+                enable_prefix_caching=self.options.enable_prefix_caching,
+                cache_salt=source.name + form,
+                logits_processors=tuple(self.options.logits_processors),
+                logits_processor_args=self.options.logits_processor_args,
+                saved_programs=saved,
+            ),
+            bad_word_ids=None if source.tokenizer is None else self._bad_word_ids,
+            compile_first=early,
+        )
+        if early:
+            try:
+                engine.take_weights(read())
+            except BaseException:
+                engine.close(weights=False)
+                raise
+        return engine
+
+    # What it is
+
+    @property
+    def plan(self) -> EnginePlan:
+        """What it allocates on the device."""
+        assert self.resolved.plan is not None  # else it would have been refused
+        return self.resolved.plan
+
+    @property
+    def max_model_len(self) -> int:
+        """Prompt and output tokens of one sequence together."""
+        return self.resolved.max_model_len
+
+    @property
+    def device_choice(self) -> str:
+        """The device, for people."""
+        return f"{self.resolved.device.platform} ({self.resolved.device.device_kind})"
 
     def __getattr__(self, name: str) -> Any:
         """Says what to use instead of a method of vLLM's LLM that has another name here, or is not there."""
@@ -526,7 +426,7 @@ class LLM:
                 end_token_ids=self.end_token_ids,
                 arrival_time=self.engine.clock(),
                 priority=priority,
-                seed=_hash64(self._seed, number) if params.seed is None else params.seed,
+                seed=_hash64(self.options.seed, number) if params.seed is None else params.seed,
                 prompt=record.prompt,
                 score_from=score_from,
                 arrays=arrays,
@@ -591,7 +491,8 @@ class LLM:
         """Goes on with other weights of the same shapes and dtypes; see `Engine.update_weights`."""
         with self._loop.lock:
             self._loop.check_open()
-            in_form = self._in_form(weights)
+            resolved = self.resolved
+            in_form = weight_forms.in_form(resolved.model, resolved.config, resolved.form, weights)
             self.engine.update_weights(in_form)
             ours = {id(leaf) for leaf in self._owned_weights}
             arrays = [leaf for leaf in jax.tree.leaves(weights) if isinstance(leaf, jax.Array)]
@@ -615,6 +516,22 @@ class LLM:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+LLM.__doc__ = inspect.cleandoc(LLM.__doc__ or "").replace("    {options}", documentation("    "))
+LLM.__init__.__signature__ = signature(LLM.__init__)  # type: ignore[attr-defined]
+
+
+def _programs_and_cache(options: LLMOptions, device: jax.Device) -> SavedPrograms | None:
+    """Opens the saved programs of `options`, and sets the persistent cache up."""
+    saved = None if options.programs is None else SavedPrograms(options.programs, device)
+    folder = options.compilation_cache_dir
+    if saved is not None and saved.cache is not None:  # the form in which these programs are saved
+        folder = saved.cache
+    elif folder == "auto":
+        folder = compile_cache.default_folder()
+    compile_cache.enable(folder)
+    return saved
 
 
 def _raise_single(records: list[Record], single: bool) -> None:

@@ -91,7 +91,7 @@ def programs(
         "versions": described["versions"],
         "usable_bytes": described["usable_bytes"],
         "options": described["options"],
-        "kernels": described["kernels"],
+        "kernels": described["choices"]["attention"],
         "programs": [program["name"] for program in described["programs"]],
     }
     keep(whole)

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from jaxinfer import defaults
+from jaxinfer.device_facts import facts_of
 from jaxinfer.engine import Engine, EngineConfig
 from jaxinfer.kv_cache import KVCacheSpec, pages_needed
 from jaxinfer.metrics import Recording, Work
@@ -78,7 +79,7 @@ def run_nano(
     bench: NanoBench, hardware: Hardware | None, implementation: str, end: float, emit: Emit
 ) -> None:
     """Runs the bench, at most until `time.monotonic()` is `end`, and emits what it took."""
-    dtype = defaults.dtype("auto", jax.devices()[0])
+    dtype = defaults.dtype("auto", jax.devices()[0].platform)
     config = qwen3.Config.from_hf(dict(bench.config), dtype=dtype)
     requests = bench.requests(config.vocab_size)
     start = time.monotonic()
@@ -132,10 +133,10 @@ def make_engine(
     bench: NanoBench, config: qwen3.Config, requests: list[tuple[list[int], int]], implementation: str
 ) -> Engine:
     """An engine of three programs: a prefill, and decodes of all rows with 1 and with 8 steps."""
-    device, rows = jax.devices()[0], bench.num_requests
+    device, rows = facts_of(jax.devices()[0]), bench.num_requests
     weights = qwen3.init(config, jax.random.key(0))
     max_model_len = 2 * bench.lengths[1]
-    page_size = defaults.page_size("auto", device, max_model_len)
+    page_size = defaults.page_size("auto", device.platform, max_model_len)
     num_pages = 1 + sum(pages_needed(len(prompt) + n, page_size) for prompt, n in requests)
     sizes = (config.num_layers, config.num_kv_heads, config.head_dim, page_size)
     spec = KVCacheSpec(*sizes, num_pages, config.dtype, implementation)

@@ -18,6 +18,7 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 
 from jaxinfer import defaults  # noqa: E402
+from jaxinfer.device_facts import facts_of  # noqa: E402
 from jaxinfer.tools.planner.hardware import load as load_hardware  # noqa: E402
 from scripts.device_kernels import Item, Record, check_items, kernel_items  # noqa: E402
 
@@ -73,7 +74,7 @@ def main() -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     device = jax.devices()[0]
-    choice = defaults.implementation(args.implementation or "auto", device, "bfloat16", 128)
+    choice = defaults.implementation(args.implementation or "auto", facts_of(device), "bfloat16", 128)
     hardware, why = None, ""
     if args.stage != "check":
         try:

@@ -17,16 +17,18 @@ LAYERS = [
     "request quantization tiles sharding sampling.sample sampling.filters sampling.penalties "
     "sampling.logits_processors sampling.logprob_arrays text.stop_strings programs.compile_cache",
     "kv_cache models.layers batch page_allocator metrics tools.timeline",
-    "scheduler attention defaults programs.saved_programs programs.buckets",
-    "models",
+    "scheduler attention device_facts programs.saved_programs programs.buckets",
+    "models defaults options",
     "step sampling.logprobs",
     "programs.compile programs.background",
     "engine",
     "checkpoints",
     "text.tokenizer text.detokenizer text.chat text.prompts text.templates text.template_worker",
-    "text.records smoothing loading",
+    "text.records smoothing",
+    "weight_forms",
+    "model_source",
     "request_loop",
-    "llm tools.planner tools.batch_runner tools.bench tools.aot",
+    "resolve llm tools.planner tools.batch_runner tools.bench tools.aot",
     "cli tools.eval_adapter tools.ray_data",
 ]
 LEVEL = {name: level for level, layer in enumerate(LAYERS) for name in layer.split()}

@@ -8,10 +8,8 @@ import typer
 
 from jaxinfer.cli.command import command, fail, print_pairs
 from jaxinfer.cli.options import (
-    MAX_ROWS,
     SAMPLING,
     THROUGHPUT_ENGINE,
-    THROUGHPUT_STEPS,
     MetricsJson,
     Model,
     engine_options,
@@ -105,7 +103,7 @@ def run(
     def open_llm() -> Any:
         from jaxinfer.llm import LLM
 
-        engine = engine_options({"decode_steps": THROUGHPUT_STEPS} | options, MAX_ROWS)
+        engine = engine_options(options)
         return LLM(model, batch_invariant=exact, **engine)
 
     totals = Totals()

@@ -12,7 +12,6 @@ from jaxinfer.cli.options import (
     MAX_ROWS,
     SAMPLING,
     THROUGHPUT_ENGINE,
-    THROUGHPUT_STEPS,
     MetricsJson,
     engine_options,
     flag,
@@ -126,7 +125,8 @@ def run(
     if dataset is not None and not dataset.is_file():
         raise typer.BadParameter(f"there is no file {dataset}")
     console = Console(highlight=False)
-    engine = engine_options({"decode_steps": THROUGHPUT_STEPS} | options, MAX_ROWS)
+    engine = engine_options(options)
+    max_num_seqs = engine.get("max_num_seqs", MAX_ROWS)
 
     def open_llm(**changes: Any) -> "LLM":
         from jaxinfer.llm import LLM
@@ -149,7 +149,7 @@ def run(
         if compare_no_cache:
             with open_llm(decode_steps=1, enable_prefix_caching=False) as llm:
                 facts = measured_hardware(llm)
-                rows = min(4, engine["max_num_seqs"])
+                rows = min(4, max_num_seqs)
                 cached = compare.no_cache(
                     llm, offers_for(llm.config.vocab_size, llm.max_model_len, rows), facts
                 )
@@ -158,7 +158,7 @@ def run(
             with open_llm() as llm:
                 offers = offers_for(llm.config.vocab_size, llm.max_model_len, MAX_ROWS)
             reserved = compare.contiguous(
-                lambda **changes: open_llm(**_pool(engine, changes)), offers, fields, engine["max_num_seqs"]
+                lambda **changes: open_llm(**_pool(engine, changes)), offers, fields, max_num_seqs
             )
             print(json.dumps(reserved.to_json())) if as_json else report.print_contiguous(console, reserved)
         return

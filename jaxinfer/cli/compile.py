@@ -8,7 +8,8 @@ import typer
 
 from jaxinfer.cli.command import command, fail
 from jaxinfer.cli.options import THROUGHPUT_ENGINE
-from jaxinfer.tools.aot.options import DEFAULTS
+from jaxinfer.options import SHAPES
+from jaxinfer.tools.aot.targets import TARGETS
 
 Model = Annotated[
     str,
@@ -17,9 +18,7 @@ Model = Annotated[
         "are not read."
     ),
 ]
-TargetName = Annotated[
-    str, typer.Option(help="v5e, v5p, v6e, tpu7x, h100, h200, b200, or cpu (this one).", metavar="NAME")
-]
+TargetName = Annotated[str, typer.Option(help=f"{', '.join(TARGETS)}; cpu is this one.", metavar="NAME")]
 Topology = Annotated[
     str | None, typer.Option(help="Chips side by side, such as 2x2; one when left out.", metavar="AxB")
 ]
@@ -46,7 +45,7 @@ Json = Annotated[
 ]
 
 
-@command(*(option for option in THROUGHPUT_ENGINE if option.name in DEFAULTS))
+@command(*(option for option in THROUGHPUT_ENGINE if option.name in SHAPES))
 def run(
     model: Model,
     *,

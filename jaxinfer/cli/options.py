@@ -10,17 +10,17 @@ import json
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, get_args
 
 import typer
 
+from jaxinfer.options import DEFAULTS, LLMOptions, kinds
 from jaxinfer.request import SamplingParams
 
 TEMPERATURE = 0.0  # greedy: the same command gives the same text
 MAX_TOKENS = 256  # a whole answer, where SamplingParams has vLLM's 16
-THROUGHPUT_STEPS = 8  # decode steps where nobody reads along
-DECODE_STEPS = 1  # text appears token by token, and one program less is compiled
-MAX_ROWS = 64  # of the samples of one prompt, run at the same time
+DECODE_STEPS = 1  # where somebody reads along: text appears token by token, and one program less is compiled
+MAX_ROWS = DEFAULTS["max_num_seqs"]  # of the samples of one prompt, run at the same time
 
 Model = Annotated[
     str,
@@ -120,58 +120,21 @@ def _sampling_option(field: dataclasses.Field) -> inspect.Parameter:
 SAMPLING = [_sampling_option(field) for field in dataclasses.fields(SamplingParams)]
 
 
-def _engine(name: str, kind: Any, default: Any, help_: str, **settings: Any) -> inspect.Parameter:
-    return _option(name, kind, "Engine", help_, default, **settings)
+def _engine_option(field: dataclasses.Field, default: Any) -> inspect.Parameter:
+    """The option of a field of LLMOptions; the first sentence of what is said of it there is its help."""
+    wanted, members = field.metadata["command"], kinds(field)
+    kind = members[0] if wanted is True else wanted
+    help_ = field.metadata["doc"].partition(". ")[0].rstrip(".") + "."
+    bounds = {"min": field.metadata["minimum"], "max": field.metadata["maximum"]}
+    settings = {"metavar": field.metadata["metavar"]} | (bounds if kind in (int, float) else {})
+    return _option(field.name, kind, "Engine", help_, default, **settings)
 
 
-ENGINE = [
-    _engine("revision", str, None, "Branch, tag or commit of a model of the hub."),
-    _engine("token", str, None, "For a hub model that is not public; default: the stored one."),
-    _engine(
-        "dtype", Literal["auto", "float32", "bfloat16", "float16"], "auto", "Of weights and activations."
-    ),
-    _engine("quantize", Literal["w8a8"], None, "Weights and activations in int8."),
-    _engine(
-        "few_rows",
-        Literal["auto", "full", "packed"],
-        "auto",
-        "What few rows read: matrices, or a file's codes.",
-    ),
-    _engine("max_model_len", int, None, "Prompt and output tokens together.", min=1),
-    _engine("max_num_seqs", int, None, "Rows that run at the same time; default: the samples.", min=1),
-    _engine("max_num_batched_tokens", int, 512, "Tokens of one step; bounds a chunk of the prompt.", min=1),
-    _engine("num_pages", int, None, "Pages of the KV cache.", min=2),
-    _engine("kv_cache_memory_bytes", int, None, "Bytes of the KV cache, instead of pages.", min=1),
-    _engine("gpu_memory_utilization", float, None, "Share of the memory, instead of pages.", max=1.0),
-    _engine("page_size", int, "auto", "Tokens per page.", min=1),
-    _engine("enable_prefix_caching", bool, True, "Whether equal beginnings share pages."),
-    _engine(
-        "implementation",
-        Literal["auto", "reference", "xla", "cpu", "tpu", "gpu", "gpu_xla"],
-        "auto",
-        "The kernels on pages.",
-    ),
-    _engine("matmul_precision", Literal["default", "high", "highest"], None, "Of products in float32."),
-    _engine("decode_steps", int, DECODE_STEPS, "Tokens drawn before the host looks.", min=1),
-    _engine("batch_invariant", bool, False, "Same bits whatever runs beside a request; slower."),
-    _engine(
-        "logprobs_mode", Literal["raw", "processed"], "raw", "Log-probabilities before or after filters."
-    ),
-    _engine("compilation_cache_dir", str, "auto", "Folder of compiled programs, or none.", metavar="FOLDER"),
-    _engine(
-        "programs",
-        str,
-        None,
-        "Start from what `jaxinfer compile --save` left here, with its options.",
-        metavar="FOLDER",
-    ),
-]
-
-THROUGHPUT_ENGINE = [
-    *(option for option in ENGINE if option.name not in ("max_num_seqs", "decode_steps")),
-    _engine("max_num_seqs", int, MAX_ROWS, "Rows that run at the same time.", min=1),
-    _engine("decode_steps", int, THROUGHPUT_STEPS, "Tokens drawn before the host looks.", min=1),
-]
+_FIELDS = [field for field in dataclasses.fields(LLMOptions) if field.metadata["command"]]
+# Of commands that answer one prompt, and of those that keep the device busy.
+_ONE_PROMPT = {"decode_steps": DECODE_STEPS, "max_num_seqs": "the samples"}
+ENGINE = [_engine_option(field, _ONE_PROMPT.get(field.name, field.default)) for field in _FIELDS]
+THROUGHPUT_ENGINE = [_engine_option(field, field.default) for field in _FIELDS]
 
 
 def without(options: list[inspect.Parameter], *names: str) -> list[inspect.Parameter]:
@@ -210,17 +173,22 @@ def write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n")
 
 
-def engine_options(options: Mapping[str, Any], num_samples: int) -> dict[str, Any]:
-    """Keyword arguments of LLM, from the options that were given."""
-    names = {option.name for option in ENGINE}
-    given = {name: value for name, value in options.items() if name in names}
+def engine_options(options: Mapping[str, Any], num_samples: int | None = None) -> dict[str, Any]:
+    """Keyword arguments of LLM, from the options that were given.
+
+    Args:
+      num_samples: of one prompt, which is all that runs; None: as LLM has it, to keep the device busy.
+    """
+    given = {name: value for name, value in options.items() if name in {field.name for field in _FIELDS}}
     if given.get("compilation_cache_dir") == "none":
         given["compilation_cache_dir"] = None
-    base = {"decode_steps": DECODE_STEPS, "max_num_seqs": min(num_samples, MAX_ROWS)}
+    base: dict[str, Any] = {}
     if "programs" in given:
         from jaxinfer.programs import saved_programs
 
         base = saved_programs.options(given["programs"])
+    elif num_samples is not None:
+        base = {"decode_steps": DECODE_STEPS, "max_num_seqs": min(num_samples, MAX_ROWS)}
     return base | given
 
 

@@ -178,10 +178,21 @@ def run(
 
 def _print_engine_plan(model: str, as_json: bool, **options: Any) -> None:
     """Options that are None are left to the engine."""
-    from jaxinfer.tools.planner import plan_engine
+    import jax
 
-    plan = plan_engine(model, **{name: value for name, value in options.items() if value is not None})
-    print(json.dumps(asdict(plan)) if as_json else "\n".join(plan.lines()))
+    from jaxinfer.device_facts import facts_of
+    from jaxinfer.model_source import named_facts
+    from jaxinfer.options import LLMOptions
+    from jaxinfer.resolve import resolve
+
+    given = {name: value for name, value in options.items() if value is not None}
+    resolved = resolve(LLMOptions.from_keywords(given), named_facts(model), facts_of(jax.devices()[0]))
+    if not as_json:
+        print("\n".join(resolved.lines()))
+        return
+    assert resolved.plan is not None
+    choices = {name: asdict(choice) for name, choice in resolved.choices.items()}
+    print(json.dumps(asdict(resolved.plan) | {"choices": choices, "programs": list(resolved.programs())}))
 
 
 def _mix(text: str) -> list[tuple[int, int, float]]:
@@ -212,42 +223,36 @@ def _observed(text: str) -> Any:
 
 
 def _compiled_temporaries(model: str, plan: Any) -> int:
+    """Bytes of temporaries of the programs that the engine would run here under this load."""
     import jax
 
-    from jaxinfer import defaults, models
-    from jaxinfer.kv_cache import KVCacheSpec
-    from jaxinfer.programs.buckets import Buckets
-    from jaxinfer.tools.planner import shape, temporaries
+    from jaxinfer.device_facts import facts_of
+    from jaxinfer.model_source import named_facts
+    from jaxinfer.options import LLMOptions
+    from jaxinfer.resolve import resolve
+    from jaxinfer.tools.planner import temporaries
 
-    device, load = jax.devices()[0], plan.load
-    if device.platform != plan.setting.hardware.platform:
+    device, setting, load = facts_of(jax.devices()[0]), plan.setting, plan.load
+    if device.platform != setting.hardware.platform:
         raise typer.BadParameter(
             f"--compile reads the program for the {device.platform} here, and --hardware "
-            f"{plan.setting.hardware.name} is a {plan.setting.hardware.platform}; leave one of them out"
+            f"{setting.hardware.name} is a {setting.hardware.platform}; leave one of them out"
         )
-    hf = shape.read_config(model)
-    module = models.for_config(hf)
-    config = module.Config.from_hf(hf, dtype=plan.setting.shape.dtype)
-    spec = KVCacheSpec(
-        config.num_layers,
-        config.num_kv_heads,
-        config.head_dim,
-        load.page_size,
-        plan.memory.num_pages,
-        plan.setting.kv_dtype,
-        defaults.implementation("auto", device, config.dtype, config.head_dim).value,
-        defaults.compute_capability(device),
-    )
-    tokens = max(load.max_num_batched_tokens, load.batch)
-    return temporaries.compiled(
-        module,
-        config,
-        spec,
+    if setting.quantize is not None or setting.kv_dtype != setting.shape.dtype:
+        raise typer.BadParameter(
+            "--compile compiles programs of the engine, which has no weights in int8 or int4 alone and no quantized "
+            "pages yet; leave out --quantize and --kv-cache-dtype"
+        )
+    options = LLMOptions(
+        dtype=setting.shape.dtype,
         max_model_len=load.context,
         max_num_seqs=load.batch,
-        buckets=Buckets.default(load.batch, tokens, 8, device.platform),
-        matmul_precision=defaults.matmul_precision(None, config.dtype),
+        max_num_batched_tokens=max(load.max_num_batched_tokens, load.batch),
+        num_pages=plan.memory.num_pages,
+        page_size=load.page_size,
     )
+    # What does not fit is compiled all the same: it is what shows by how much.
+    return temporaries.compiled(resolve(options, named_facts(model), device, must_fit=False))
 
 
 def _measured(model: str, plan: Any, extra: dict[str, Any]) -> str:

@@ -71,7 +71,7 @@ def ids_of(sample: CompletionOutput) -> str:
 
 def block(llm: "LLM", run: Run) -> list[tuple[str, str]]:
     """What ran where and how fast, as pairs of name and value."""
-    spec, choice, programs = llm.engine.spec, llm.implementation_choice, llm.engine.programs
+    spec, choice, programs = llm.engine.spec, llm.resolved.choices["attention"], llm.engine.programs
     ends = [sample.finish_reason for sample in run.output.outputs]
     length = " (ended by --max-tokens or the model's context)" if "length" in ends else ""
     return [

@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from tiny_models import CONFIGS, make_tiny, write_hf
 
 from jaxinfer import SamplingParams
+from jaxinfer.device_facts import DeviceFacts, facts_of
 from jaxinfer.llm import LLM
 from jaxinfer.programs import compile_cache, saved_programs
 from jaxinfer.tools.aot import build, child, compiler, hlo, report, run, search, targets
-from jaxinfer.tools.aot.options import DEFAULTS
 
 GIB = 2**30
 
@@ -105,7 +105,7 @@ class FakeCompiler:
                 "device_kind": "fake", "usable_bytes": self.usable, "usable_from": "test",
                 "weights_bytes": self.weights,
                 "pool_bytes": resolved["num_pages"] * GIB, "versions": {"jax": "0"},
-                "kernels": {"value": "tpu", "reason": "test"}}  # fmt: skip
+                "choices": {"attention": {"value": "tpu", "reason": "test"}}}  # fmt: skip
 
     def compile(self, options, name, save=None):
         described = self.describe(options)
@@ -316,12 +316,8 @@ def test_ctrl_c_ends_the_compiler_too(tiny):
     assert children and not any(Path(f"/proc/{child}").exists() for child in children)
 
 
-def test_defaults_are_those_of_llm():
-    parameters = inspect.signature(LLM.__init__).parameters
-    assert {name: parameters[name].default for name in DEFAULTS} == DEFAULTS
-
-
-V5E = build.AbsentDevice("tpu", "TPU v5 lite", 16 * GIB)
+V5E = DeviceFacts("tpu", "TPU v5 lite", 16 * GIB)
+CPU = facts_of(jax.devices("cpu")[0])
 OPTIONS = {
     "max_num_seqs": 1,
     "max_num_batched_tokens": 32,
@@ -339,14 +335,13 @@ def tiny(tmp_path_factory):
 
 
 def test_programs_and_arguments_are_those_of_the_engine(tiny):
-    cpu = build.AbsentDevice("cpu", "cpu", 8 * GIB)
-    found = build.build(tiny, OPTIONS, cpu)
+    found = build.build(tiny, OPTIONS, CPU)
     with LLM(tiny, **OPTIONS, **AT_ONCE) as llm:
         engine = llm.engine
         assert list(found.programs().values()) == engine.config.buckets.programs()
         assert found.spec == engine.spec and found.matmul_precision == engine.config.matmul_precision
         for program in found.programs().values():
-            ours, theirs = found.arguments(program, None), engine._warmup_arguments(program)
+            ours, theirs = found.arguments(program), engine._warmup_arguments(program)
             assert jax.tree.structure(ours) == jax.tree.structure(theirs)
             shapes = [[(x.shape, x.dtype) for x in jax.tree.leaves(tree)] for tree in (ours, theirs)]
             assert shapes[0] == shapes[1]
@@ -357,32 +352,33 @@ def test_an_absent_chip_gets_its_own_defaults(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS["llama_gqa"] | {"head_dim": 64}))
     found = build.build(str(tmp_path), {}, V5E)
     assert (found.spec.implementation, found.spec.dtype, found.spec.page_size) == ("tpu", "bfloat16", 128)
-    h200 = build.build(str(tmp_path), {}, build.AbsentDevice("gpu", "NVIDIA H200", 100 * GIB, "9.0"))
+    h200 = build.build(str(tmp_path), {}, DeviceFacts("gpu", "NVIDIA H200", 100 * GIB, 0, (9, 0)))
     assert (h200.spec.implementation, h200.spec.page_size) == ("gpu", 64)
-    b200 = build.build(str(tmp_path), {}, build.AbsentDevice("gpu", "NVIDIA B200", 100 * GIB, "10.0"))
+    b200 = build.build(str(tmp_path), {}, DeviceFacts("gpu", "NVIDIA B200", 100 * GIB, 0, (10, 0)))
     assert (b200.spec.implementation, b200.spec.compute_capability) == ("gpu_xla", (10, 0))
 
 
 def test_a_plan_that_the_engine_refuses_is_kept_as_a_sentence(tiny):
-    found = build.build(tiny, {"max_model_len": 512}, build.AbsentDevice("tpu", "TPU v5 lite", 2**20))
+    found = build.build(tiny, {"max_model_len": 512}, DeviceFacts("tpu", "TPU v5 lite", 2**20))
     assert "does not fit" in (found.plan_problem or "")
     assert found.spec.num_pages == 1 + 512 // 128  # one whole sequence, for the compiler to judge
 
 
 def test_quantized_weights_have_the_shapes_that_the_engine_loads(tiny):
-    cpu = build.AbsentDevice("cpu", "cpu", 8 * GIB)
-    found = build.build(tiny, OPTIONS | {"quantize": "w8a8"}, cpu)
+    found = build.build(tiny, OPTIONS | {"quantize": "w8a8"}, CPU)
     with LLM(tiny, **OPTIONS, **AT_ONCE, quantize="w8a8") as llm:
-        ours, theirs = found.weights, llm.engine.weights
+        ours, theirs = found.weights(), llm.engine.weights
         assert jax.tree.structure(ours) == jax.tree.structure(theirs)
         shapes = [[(x.shape, x.dtype) for x in jax.tree.leaves(tree)] for tree in (ours, theirs)]
         assert shapes[0] == shapes[1]
-        assert found.weights_bytes == llm.plan.weights_bytes
+        assert found.plan.weights_bytes == llm.plan.weights_bytes
 
 
 def test_unknown_options_are_refused(tiny):
-    with pytest.raises(TypeError, match="block_size is no option"):
+    with pytest.raises(TypeError, match=r"block_size=16.*use page_size"):
         build.build(tiny, {"block_size": 16}, V5E)
+    with pytest.raises(TypeError, match="seed changes no program"):
+        build.build(tiny, {"seed": 1}, V5E)
 
 
 PROMPT = [5, 6, 7, 8]

@@ -77,7 +77,7 @@ class FakeLLM:
     def __init__(self, model, **engine_options):
         FakeLLM.last, self.engine_options, self.failure = self, engine_options, FakeLLM.failure_of_next
         self.device_choice = "fake"
-        self.implementation_choice = SimpleNamespace(value="xla", reason="none")
+        self.resolved = SimpleNamespace(choices={"attention": SimpleNamespace(value="xla", reason="none")})
         programs = type("Programs", (), {"compile_seconds": 0.0, "__len__": lambda self: 0})()
         self.engine = SimpleNamespace(programs=programs, spec=SimpleNamespace(page_size=4, num_pages=9))
 
@@ -183,7 +183,7 @@ ENGINE_CASES = {
     "compilation_cache_dir": ("--compilation-cache-dir none", None),
 }
 # Arguments of LLM without an option: objects of Python; and what cannot act on one prompt of one command.
-NO_OPTION = {"self", "model", "config", "weights", "model_module", "tokenizer", "buckets", "unknown"}
+NO_OPTION = {"self", "model", "config", "weights", "model_module", "tokenizer", "buckets"}
 NO_OPTION |= {"logits_processors", "logits_processor_args"}
 NO_OPTION |= {"seed", "max_num_partial_prefills", "strict_compile", "generation_config", "background_compile"}
 NO_OPTION |= {"programs"}  # brings the options it was compiled with: test_aot.py

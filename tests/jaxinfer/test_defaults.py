@@ -1,15 +1,15 @@
 """What "auto" picks on devices that are not attached."""
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from jaxinfer import defaults
+from jaxinfer.device_facts import DeviceFacts, capability
 
 
-def device(platform, **facts):
-    return SimpleNamespace(platform=platform, device_kind=platform, **facts)
+def device(platform, compute_capability="", **facts):
+    return DeviceFacts(platform, platform, 2**30, compute_capability=capability(compute_capability), **facts)
 
 
 @pytest.mark.parametrize(
@@ -77,12 +77,7 @@ def test_kernels_of_another_accelerator_are_refused(name, platform):
 
 @pytest.mark.parametrize(("length", "expected"), [(5, 8), (20, 32), (4096, 64)])
 def test_a_page_is_no_larger_than_a_whole_sequence_needs(length, expected):
-    assert defaults.page_size("auto", device("cpu"), length) == expected
-
-
-def test_unknown_dtype_is_refused_with_the_choices():
-    with pytest.raises(ValueError, match=r"int8.*auto, float32, bfloat16 or float16"):
-        defaults.dtype("int8", device("cpu"))
+    assert defaults.page_size("auto", "cpu", length) == expected
 
 
 @pytest.mark.parametrize(
@@ -93,6 +88,6 @@ def test_unknown_dtype_is_refused_with_the_choices():
         ("tpu", {"avx512f"}, {}),
     ],
 )
-def test_wide_vectors_where_they_were_measured(monkeypatch, platform, features, options):
-    monkeypatch.setattr(defaults, "cpu_features", lambda: frozenset(features))
-    assert defaults.compiler_options(device(platform)) == options
+def test_wide_vectors_where_they_were_measured(platform, features, options):
+    found = frozenset(features) if platform == "cpu" else frozenset()
+    assert defaults.compiler_options(device(platform, instruction_sets=found)) == options

@@ -9,21 +9,16 @@ import tokenizers
 from tiny_models import make_tiny, write_gguf
 
 from jaxinfer import LLM, SamplingParams
-from jaxinfer.defaults import cpu_features, few_rows
+from jaxinfer.defaults import few_rows
+from jaxinfer.device_facts import DeviceFacts, instruction_sets
 from jaxinfer.text.tokenizer import Tokenizer
 
 PROMPT = [3, 7, 11, 2, 9]
 
 
-class CPU:
-    platform, device_kind = "cpu", "cpu"
-
-    def memory_stats(self):
-        return None
-
-
-class TPU(CPU):
-    platform, device_kind = "tpu", "TPU v5 lite"
+CPU = DeviceFacts("cpu", "cpu", 2**30)
+AVX2 = DeviceFacts("cpu", "cpu", 2**30, instruction_sets=frozenset({"avx2"}))
+TPU = DeviceFacts("tpu", "TPU v5 lite", 2**30)
 
 
 @pytest.fixture
@@ -93,14 +88,14 @@ def test_other_weights_need_the_full_form(gguf):
 
 
 def test_the_table_is_asked_on_cpus_alone():
-    assert few_rows("auto", TPU(), True, True).value == "full"
-    assert few_rows("auto", CPU(), False, True).value == "full"
-    assert few_rows("auto", CPU(), True, False).value == "full"
-    expected = "packed" if "avx2" in cpu_features() else "full"
-    assert few_rows("auto", CPU(), True, True).value == expected
+    assert few_rows("auto", TPU, True, True).value == "full"
+    assert few_rows("auto", AVX2, False, True).value == "full"
+    assert few_rows("auto", AVX2, True, False).value == "full"
+    assert few_rows("auto", AVX2, True, True).value == "packed"
+    assert few_rows("auto", CPU, True, True).value == "full"
 
 
 def test_features_of_a_cpu_are_read(tmp_path):
     (tmp_path / "cpuinfo").write_text("processor : 0\nflags\t\t: fpu avx2 fma\n")
-    assert cpu_features(tmp_path / "cpuinfo") == {"fpu", "avx2", "fma"}
-    assert cpu_features(tmp_path / "none") == frozenset()
+    assert instruction_sets(tmp_path / "cpuinfo") == {"fpu", "avx2", "fma"}
+    assert instruction_sets(tmp_path / "none") == frozenset()

@@ -11,7 +11,7 @@ import typer
 from tiny_models import CONFIGS, make_tiny, write_hf
 from typer.testing import CliRunner
 
-from jaxinfer import defaults, metrics
+from jaxinfer import device_facts, metrics
 from jaxinfer.cli import plan, simulate
 from jaxinfer.llm import LLM
 from jaxinfer.tools.planner import hardware, temporaries
@@ -149,20 +149,24 @@ def test_wrong_settings_are_refused_in_one_sentence(run, tiny, words, code, sent
     ],
 )
 def test_here_prints_the_lines_that_the_engine_logs(run, tmp_path, monkeypatch, caplog, words, options):
-    monkeypatch.setattr(defaults, "available_memory", lambda: 2**30)
+    monkeypatch.setattr(device_facts, "available_memory", lambda: 2**30)
     path = write_hf(tmp_path, *make_tiny("llama_gqa"))
     with (
         caplog.at_level("INFO", logger="jaxinfer"),
-        LLM(path, tokenizer=SimpleNamespace(eos_token_ids=frozenset()), **options),
+        LLM(path, tokenizer=SimpleNamespace(eos_token_ids=frozenset()), **options) as llm,
     ):
-        logged = [line for line in caplog.messages if line.startswith("plan: ")]
+        expected = llm.resolved.lines()
+        logged = [record.getMessage() for record in caplog.records if record.name == "jaxinfer.llm"]
+        assert logged[: len(expected)] == expected
     result = run("plan", path, "--here", *words)
     assert result.exit_code == 0, result.output
-    assert result.stdout.splitlines() == logged and len(logged) == 2
+    assert result.stdout.splitlines() == expected
+    assert sum(line.startswith("plan: ") for line in expected) == 2
+    assert "attention: cpu, since the device is a CPU" in expected
 
 
 def test_here_refuses_what_the_engine_refuses_and_what_it_has_not(run, tiny, monkeypatch):
-    monkeypatch.setattr(defaults, "available_memory", lambda: 2**20)
+    monkeypatch.setattr(device_facts, "available_memory", lambda: 2**20)
     result = run("plan", tiny, "--here")
     assert result.exit_code == 1 and "does not fit" in result.output
     result = run("plan", tiny, "--here", "--hardware", "h100", "--chips", 2)
@@ -178,8 +182,8 @@ def test_temporaries_of_a_compiled_program_replace_the_estimate(run, tiny, monke
     """Compiled for the largest step that the load asks for. (What compiling finds: test_planner_engine.)"""
     asked = {}
 
-    def compiled(module, config, spec, **sizes):
-        asked.update(sizes, num_pages=spec.num_pages)
+    def compiled(resolved):
+        asked.update(vars(resolved.scheduler), num_pages=resolved.spec.num_pages)
         return 12_345_678
 
     monkeypatch.setattr(temporaries, "compiled", compiled)

@@ -7,15 +7,18 @@ import pytest
 from planner_shapes import tiny_shape
 from tiny_models import CONFIGS
 
-from jaxinfer import defaults
+from jaxinfer import device_facts
 from jaxinfer.checkpoints import fetch
+from jaxinfer.device_facts import DeviceFacts
 from jaxinfer.kv_cache import KVCacheSpec
 from jaxinfer.llm import LLM
 from jaxinfer.models import llama
+from jaxinfer.options import LLMOptions
 from jaxinfer.programs.buckets import Buckets, Program
 from jaxinfer.tools.planner import PlanError, check, hardware, make_plan, temporaries
 from jaxinfer.tools.planner.engine_plan import _size
 from jaxinfer.tools.planner.measure import measure_engine
+from jaxinfer.weight_forms import ModelFacts, WeightForm, num_bytes, shapes
 
 CONFIG = llama.Config.from_hf(CONFIGS["llama_gqa"])
 SPEC = KVCacheSpec(CONFIG.num_layers, CONFIG.num_kv_heads, CONFIG.head_dim, 32, 2)
@@ -50,15 +53,8 @@ def engine():
 
 
 def test_weights_and_pool_are_what_the_engine_allocates_and_the_total_is_near(engine):
-    plan = check(
-        llama,
-        CONFIG,
-        jax.devices()[0],
-        SPEC,
-        max_model_len=None,
-        max_num_seqs=16,
-        max_num_batched_tokens=64,
-    )
+    device = device_facts.facts_of(jax.devices()[0])
+    plan = checked(device, max_model_len=None, max_num_seqs=16, max_num_batched_tokens=64)
     weights, pool, total = allocated(engine, Program("prefill", 64, 16))
     assert (plan.weights_bytes, plan.pool_bytes) == (weights, pool)
     assert plan.num_pages == engine.engine.spec.num_pages
@@ -67,15 +63,7 @@ def test_weights_and_pool_are_what_the_engine_allocates_and_the_total_is_near(en
 
 def test_compiled_temporaries_are_those_of_the_engines_program(engine):
     """From shapes alone, without weights."""
-    found = temporaries.compiled(
-        llama,
-        CONFIG,
-        engine.engine.spec,
-        max_model_len=512,
-        max_num_seqs=16,
-        buckets=BUCKETS,
-        matmul_precision="highest",
-    )
+    found = temporaries.compiled(engine.resolved)
     executable = engine.engine.programs.get(
         Program("prefill", 64, 16), engine.engine._warmup_arguments(Program("prefill", 64, 16))
     )
@@ -102,25 +90,19 @@ def test_smollm2_is_as_large_as_planned(monkeypatch, tmp_path):
 # Refusals
 
 
-class FakeDevice:
+def gpu(limit, in_use=0):
     """An accelerator with so much memory, of which nothing else is known."""
-
-    platform = "gpu"
-
-    def __init__(self, limit, in_use=0):
-        self.stats = {"bytes_limit": limit, "bytes_in_use": in_use}
-
-    def memory_stats(self):
-        return self.stats
+    return DeviceFacts("gpu", "a GPU", limit, in_use)
 
 
-def checked(device, **options):
-    given = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 64} | options
-    return check(llama, CONFIG, device, SPEC, **given)
+def checked(device, weights_loaded=False, config=CONFIG, **options):
+    options = LLMOptions(**{"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 64} | options)
+    weights = num_bytes(shapes(ModelFacts(llama, config), config, WeightForm()))
+    return check(llama, config, device, SPEC, options, weights_bytes=weights, weights_loaded=weights_loaded)
 
 
 def test_the_default_pool_is_what_all_rows_can_use():
-    plan = checked(FakeDevice(64 * MIB))
+    plan = checked(gpu(64 * MIB))
     assert plan.num_pages == 1 + 4 * 8
     assert plan.pool_bytes == plan.num_pages * 32 * TOKEN
     assert plan.num_tokens == 4 * 256
@@ -128,9 +110,9 @@ def test_the_default_pool_is_what_all_rows_can_use():
 
 
 def test_the_pool_before_loading_is_the_pool_after_it():
-    before = checked(FakeDevice(8 * MIB), max_num_seqs=64)
+    before = checked(gpu(8 * MIB), max_num_seqs=64)
     weights = before.weights_bytes
-    loaded = FakeDevice(8 * MIB, in_use=weights)
+    loaded = gpu(8 * MIB, in_use=weights)
     after = checked(loaded, max_num_seqs=64, weights_loaded=True)
     assert before.num_pages == after.num_pages < 1 + 64 * 8
 
@@ -138,13 +120,13 @@ def test_the_pool_before_loading_is_the_pool_after_it():
 def test_a_model_that_does_not_fit_names_a_dtype_that_does():
     weights = tiny_shape(dtype="float32").weights_bytes()
     with pytest.raises(PlanError, match=r"does not fit.*nearest is dtype='bfloat16'"):
-        checked(FakeDevice(weights))
+        checked(gpu(weights))
     with pytest.raises(PlanError, match="smaller model"):
-        checked(FakeDevice(weights // 4))
+        checked(gpu(weights // 4))
 
 
 def test_num_pages_over_the_memory_names_the_most_that_fits():
-    device = FakeDevice(2 * MIB)
+    device = gpu(2 * MIB)
     with pytest.raises(
         PlanError, match=r"num_pages=1000 asks for 1000 pages.*nearest is num_pages=(\d+)"
     ) as caught:
@@ -164,7 +146,7 @@ def test_num_pages_over_the_memory_names_the_most_that_fits():
     ],
 )
 def test_a_pool_below_one_sequence_names_settings_that_work(options):
-    device = FakeDevice(2 * MIB)
+    device = gpu(2 * MIB)
     with pytest.raises(PlanError, match="one sequence of 256 tokens needs 9") as caught:
         checked(device, **options)
     nearest = dict(
@@ -182,7 +164,7 @@ def test_a_pool_below_one_sequence_names_settings_that_work(options):
 @pytest.mark.parametrize("loaded", [False, True])
 def test_the_share_of_memory_that_is_named_is_the_smallest_that_passes(in_use, loaded):
     """Whatever else is in use, and whether or not the weights are."""
-    device = FakeDevice(3 * MIB, in_use)
+    device = gpu(3 * MIB, in_use)
     options = {"weights_loaded": loaded}
     with pytest.raises(PlanError, match="nearest are") as caught:
         checked(device, gpu_memory_utilization=0.06, **options)
@@ -192,14 +174,12 @@ def test_the_share_of_memory_that_is_named_is_the_smallest_that_passes(in_use, l
         checked(device, gpu_memory_utilization=round(share - 0.01, 2), **options)
 
 
-def test_a_default_pool_shrinks_to_what_is_left_and_a_named_one_is_refused(monkeypatch):
+def test_a_default_pool_shrinks_to_what_is_left_and_a_named_one_is_refused():
     """On a CPU the default is a share of the memory, of which the weights may leave less."""
-    cpu = jax.devices("cpu")[0]
     options = {"max_num_seqs": 64, "max_num_batched_tokens": 4096}
-    monkeypatch.setattr(defaults, "available_memory", lambda: 64 * MIB)
-    needed = checked(cpu, **options)
+    needed = checked(DeviceFacts("cpu", "cpu", 64 * MIB), **options)
     beside = needed.total_bytes - needed.pool_bytes
-    monkeypatch.setattr(defaults, "available_memory", lambda: beside + 20 * 32 * TOKEN)
+    cpu = DeviceFacts("cpu", "cpu", beside + 20 * 32 * TOKEN)
     plan = checked(cpu, **options)
     assert plan.num_pages == 20
     assert "all that weights and temporaries leave" in plan.lines()[1]
@@ -217,19 +197,19 @@ def test_the_memory_of_a_container_is_its_limit(tmp_path, limit, available):
     (tmp_path / "memory.max").write_text(f"{limit}\n")
     (tmp_path / "memory.current").write_text("2000000\n")
     (tmp_path / "memory.stat").write_text("anon 1500000\ninactive_file 500000\n")
-    assert defaults.available_memory(tmp_path / "meminfo", tmp_path) == available
-    assert defaults.available_memory(tmp_path / "meminfo", tmp_path / "none") == 4000 * 1024
+    assert device_facts.available_memory(tmp_path / "meminfo", tmp_path) == available
+    assert device_facts.available_memory(tmp_path / "meminfo", tmp_path / "none") == 4000 * 1024
 
 
 def test_without_a_length_of_its_own_a_small_pool_is_no_error():
-    plan = checked(FakeDevice(64 * MIB), num_pages=5, max_model_len=None)
+    plan = checked(gpu(64 * MIB), num_pages=5, max_model_len=None)
     assert plan.max_model_len == CONFIG.max_position_embeddings
     assert "refused one by one" in plan.lines()[1]
 
 
 def test_two_sizes_for_the_pool_are_refused():
     with pytest.raises(ValueError, match="both set the size"):
-        checked(FakeDevice(64 * MIB), num_pages=5, gpu_memory_utilization=0.5)
+        checked(gpu(64 * MIB), num_pages=5, gpu_memory_utilization=0.5)
 
 
 @pytest.mark.parametrize(("n", "text"), [(5, "5 bytes"), (2048, "2.00 KiB"), (3 * 2**30, "3.00 GiB")])

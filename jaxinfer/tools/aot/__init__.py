@@ -1,9 +1,8 @@
 """Programs compiled by the real compilers for chips that are not attached.
 
     targets      which chips, and how their compilers are reached
-    options      which options of LLM act
     gpu_targets  GPUs by their published limits
-    build        a model and options -> the programs that an engine there would run, as shapes
+    build        a model and options -> what an engine there would be (`resolve`)
     child        compiles them, in a process with an environment of its own; one JSON line per answer
     hlo          what stands in a compiled program's text: copies, collectives, cycles
     compiler     the parent's end of that process

@@ -27,11 +27,13 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from jaxinfer import defaults
+from jaxinfer import weight_forms
+from jaxinfer.device_facts import DeviceFacts, facts_of
 from jaxinfer.engine import helper_arguments
 from jaxinfer.programs import compile_cache, saved_programs
+from jaxinfer.resolve import Resolved
 from jaxinfer.tools.aot import gpu_targets, hlo, targets
-from jaxinfer.tools.aot.build import AbsentDevice, Build, build, placed
+from jaxinfer.tools.aot.build import build, placed
 from jaxinfer.tools.aot.gpu_resources import kernel_resources
 from jaxinfer.tools.planner import hardware
 
@@ -61,25 +63,24 @@ class Child:
 
     def __init__(self, target_name: str, topology: str) -> None:
         self.target = targets.find(target_name)
-        self._builds: dict[str, Build] = {}
-        self._with_helpers: list[Build] = []
+        self._builds: dict[str, Resolved] = {}
+        self._with_helpers: list[Resolved] = []
         self._kernels: dict[str, dict[str, Any]] = {}  # GPU kernels by hash
         self._sharding: Sharding | None = None
         self._mesh: Mesh | None = None
         if self.target.platform == "cpu":
-            self.device_kind = jax.devices()[0].device_kind
-            self.usable, self.usable_from = defaults.available_memory(), "memory that is free here"
+            self.device = facts_of(jax.devices()[0])
+            self.usable_from = "memory that is free here"
         else:
             devices = self._topology(topology).devices
             self._mesh = Mesh(np.array(devices[:1]), ("device",))
             self._sharding = NamedSharding(self._mesh, PartitionSpec())
-            self.device_kind = devices[0].device_kind
-            self.usable, self.usable_from = self._usable()
-        capability = ""
-        if self.target.platform == "gpu":
-            capability = "{}.{}".format(*gpu_targets.TARGETS[target_name].compute_capability)
-        self._program_facts = saved_programs.facts(self.target.platform, self.device_kind)
-        self.device = AbsentDevice(self.target.platform, self.device_kind, self.usable, capability)
+            usable, self.usable_from = self._usable()
+            gpu = gpu_targets.TARGETS.get(target_name)
+            capability = (0, 0) if gpu is None else gpu.compute_capability
+            self.device = DeviceFacts(self.target.platform, devices[0].device_kind, usable, 0, capability)
+        self.usable = self.device.memory_bytes
+        self._program_facts = saved_programs.facts(self.target.platform, self.device.device_kind)
 
     def _topology(self, topology: str) -> Any:
         name = self.target.name
@@ -115,7 +116,7 @@ class Child:
             raise
         raise RuntimeError(f"the TPU compiler took a program of 1 TiB for {self.target.name}")
 
-    def _build(self, request: dict[str, Any]) -> Build:
+    def _build(self, request: dict[str, Any]) -> Resolved:
         key = json.dumps([request["model"], request["options"]], sort_keys=True)
         if key not in self._builds:
             self._builds[key] = build(request["model"], request["options"], self.device)
@@ -125,15 +126,15 @@ class Child:
         found = self._build(request)
         return {
             "target": self.target.name,
-            "device_kind": self.device_kind,
+            "device_kind": self.device.device_kind,
             "usable_bytes": self.usable,
             "usable_from": self.usable_from,
             "versions": targets.versions(self.target.platform),
-            "weights_bytes": found.weights_bytes,
+            "weights_bytes": weight_forms.num_bytes(found.weights()),
             "pool_bytes": found.spec.total_bytes,
             "bytes_per_page": found.spec.bytes_per_page,
-            "kernels": asdict(found.kernels),
-            "options": found.llm_options,
+            "choices": {name: asdict(choice) for name, choice in found.choices.items()},
+            "options": found.llm_options(),
             "plan_problem": found.plan_problem,
             "programs": [
                 {
@@ -157,7 +158,7 @@ class Child:
         compiler = found.compiler()
         try:
             with self._for_target():
-                arguments = found.arguments(program, self._sharding)
+                arguments = placed(found.arguments(program), self._sharding)
                 compiled: Any = compiler.get(program, arguments)
         except NotImplementedError as error:
             result = "refused" if "implementation" in str(error) else "rejected"
@@ -177,9 +178,9 @@ class Child:
                 record |= self._save(Path(request["save"]), request["model"], found, jobs)
         return record
 
-    def _save(self, path: Path, model: str, found: Build, jobs: dict[str, Job]) -> dict[str, Any]:
+    def _save(self, path: Path, model: str, found: Resolved, jobs: dict[str, Job]) -> dict[str, Any]:
         """Part of a record: bytes kept, and by which way; or why nothing is."""
-        folder = saved_programs.Folder(path, self._program_facts, model, found.llm_options)
+        folder = saved_programs.Folder(path, self._program_facts, model, found.llm_options())
         folder.check()
         said: dict[str, Any] = {"saved_bytes": 0}
         for name, (identity, compiled, again) in jobs.items():
@@ -196,7 +197,7 @@ class Child:
                 return {"not_saved": f"{name} cannot be saved: {error}"}
         return said
 
-    def _helpers(self, found: Build) -> dict[str, Job]:
+    def _helpers(self, found: Resolved) -> dict[str, Job]:
         """Of the functions that run between steps; once for each build."""
         if found in self._with_helpers:
             return {}
@@ -214,13 +215,14 @@ class Child:
         if self._mesh is None:
             return contextlib.nullcontext()
         mesh = self._mesh.abstract_mesh
-        if self.device.compute_capability:
+        if self.device.platform == "gpu":
             named = mesh.abstract_device
-            device = Gpu(named.device_kind, named.num_cores, named.platform, self.device.compute_capability)
+            capability = "{}.{}".format(*self.device.compute_capability)
+            device = Gpu(named.device_kind, named.num_cores, named.platform, capability)
             mesh = mesh.update(abstract_device=device)
         return jax.sharding.use_abstract_mesh(mesh)
 
-    def _facts(self, found: Build, compiled: Any) -> dict[str, Any]:
+    def _facts(self, found: Resolved, compiled: Any) -> dict[str, Any]:
         memory = compiled.memory_analysis()
         text = hlo.parse(compiled.as_text())
         total = (
@@ -265,7 +267,7 @@ class Child:
 HLO_DTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 
 
-def _page_shape(found: Build) -> str:
+def _page_shape(found: Resolved) -> str:
     spec = found.spec
     return f"{HLO_DTYPES[spec.dtype]}[{','.join(map(str, spec.page_shape))}]"
 

@@ -23,8 +23,11 @@ def headline(described: Mapping[str, Any]) -> list[str]:
     return [
         f"{described['device_kind']}: {size(described['usable_bytes'])} usable ({described['usable_from']})",
         f"{size(described['weights_bytes'])} of weights, {size(described['pool_bytes'])} of pages "
-        f"({options['num_pages']} x {options['page_size']} tokens of {options['dtype']}), attention "
-        f"{described['kernels']['value']}: {described['kernels']['reason']}",
+        f"({options['num_pages']} x {options['page_size']} tokens of {options['dtype']})",
+        *(
+            f"{name}: {choice['value']}, since {choice['reason']}"
+            for name, choice in described["choices"].items()
+        ),
         ", ".join(f"{name} {number}" for name, number in versions.items()),
     ]
 

@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxinfer.options import FOREIGN
 from jaxinfer.tools.aot import report
 from jaxinfer.tools.aot.compiler import Compiler
-from jaxinfer.tools.aot.options import UNBUILT
 from jaxinfer.tools.aot.search import largest_setting, probes
 
 
@@ -42,7 +42,7 @@ def compile_model(
     """
     for name, value in (unbuilt or {}).items():
         if value is not None:
-            raise NotImplementedError(f"{name}={value!r}: {UNBUILT[name]}")
+            raise NotImplementedError(f"{name}={value!r}: {FOREIGN[name]}")
     options = dict(options or {})
     with Compiler(model, target, topology) as compiler:
         described = compiler.describe(options)

@@ -4,13 +4,10 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from jaxinfer.options import POOL_SIZES
+
 SMALLEST_POOL = 2  # pages: the null page and one more
 SMALLEST_STEP = 32  # tokens
-POOL_SIZES = (
-    "num_pages",
-    "kv_cache_memory_bytes",
-    "gpu_memory_utilization",
-)  # options, one of which may be given
 
 
 def largest_fit(

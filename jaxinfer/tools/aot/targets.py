@@ -47,6 +47,7 @@ TARGETS = {
         Target("v6e", "tpu", "1x1", 2),
         Target("v5p", "tpu", "1x1x1", 3),
         Target("tpu7x", "tpu", "1x1x1", 3),
+        Target("a100", "gpu", "1x1x1", 3),
         Target("h100", "gpu", "1x1x1", 3),
         Target("h200", "gpu", "1x1x1", 3),
         Target("b200", "gpu", "1x1x1", 3),

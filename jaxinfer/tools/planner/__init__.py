@@ -4,11 +4,11 @@ memory        bytes of weights, pages and the rest; largest batch, longest conte
 roofline      FLOPs and bytes per operator group; lower bounds for times; levers
 utilization   MFU and MBU of what an engine has done
 simulate      queueing, with the engine's own scheduler and allocator on a simulated clock
-engine_plan   what the engine will allocate here, or why it cannot (`check`, `plan_engine`)
+engine_plan   what the engine will allocate here, or why it cannot (`check`, which `resolve` calls)
 measure       bounds against this machine (imports the engine, so it is not imported here)
 """
 
-from jaxinfer.tools.planner.engine_plan import EnginePlan, PlanError, cache_spec, check, plan_engine
+from jaxinfer.tools.planner.engine_plan import EnginePlan, PlanError, check
 from jaxinfer.tools.planner.plan import Plan, make_plan
 
-__all__ = ["EnginePlan", "Plan", "PlanError", "cache_spec", "check", "make_plan", "plan_engine"]
+__all__ = ["EnginePlan", "Plan", "PlanError", "check", "make_plan"]

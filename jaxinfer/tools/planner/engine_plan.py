@@ -1,17 +1,16 @@
 """What an engine will allocate on the device at hand, decided and checked before anything is loaded."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import jax
-
-from jaxinfer import defaults, models
+from jaxinfer import defaults
+from jaxinfer.device_facts import DeviceFacts
 from jaxinfer.kv_cache import KVCacheSpec, pages_needed
+from jaxinfer.options import LLMOptions
 from jaxinfer.tools.planner import temporaries
 from jaxinfer.tools.planner.memory import row_state_bytes
-from jaxinfer.tools.planner.shape import ModelShape, read_config
+from jaxinfer.tools.planner.shape import ModelShape
 
 
 class PlanError(ValueError):
@@ -54,75 +53,14 @@ class EnginePlan:
         ]
 
 
-def cache_spec(
-    config: Any,
-    device: defaults.Device,
-    *,
-    max_model_len: int,
-    page_size: int | str = "auto",
-    implementation: str = "auto",
-) -> tuple[KVCacheSpec, defaults.Choice]:
-    """The cache of an engine on a device, its number of pages still to be decided, and the kernels that serve it."""
-    chosen = defaults.implementation(implementation, device, config.dtype, config.head_dim)
-    spec = KVCacheSpec(
-        num_layers=config.num_layers,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        page_size=defaults.page_size(page_size, device, max_model_len),
-        num_pages=2,
-        dtype=config.dtype,
-        implementation=chosen.value,
-        compute_capability=defaults.compute_capability(device),
-    )
-    return spec, chosen
-
-
-def plan_engine(
-    model: str | Path,
-    *,
-    dtype: str = "auto",
-    max_model_len: int | None = None,
-    max_num_seqs: int = 64,
-    max_num_batched_tokens: int = 512,
-    page_size: int | str = "auto",
-    gpu_memory_utilization: float | None = None,
-) -> EnginePlan:
-    """The plan that `LLM(model, ...)` would run here; options and defaults are those of `LLM`. No weights are read.
-
-    Raises:
-      PlanError: it would be refused.
-    """
-    device = jax.devices()[0]
-    hf = read_config(model)
-    module = models.for_config(hf)
-    config = module.Config.from_hf(hf, dtype=defaults.dtype(dtype, device))
-    length = max_model_len or config.max_position_embeddings
-    spec, _ = cache_spec(config, device, max_model_len=length, page_size=page_size)
-    return check(
-        module,
-        config,
-        device,
-        spec,
-        max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        gpu_memory_utilization=gpu_memory_utilization,
-    )
-
-
 def check(
     module: ModuleType,
     config: Any,
-    device: defaults.Device,
+    device: DeviceFacts,
     spec: KVCacheSpec,
+    options: LLMOptions,
     *,
-    max_model_len: int | None,
-    max_num_seqs: int,
-    max_num_batched_tokens: int,
-    num_pages: int | None = None,
-    kv_cache_memory_bytes: int | None = None,
-    gpu_memory_utilization: float | None = None,
-    weights_bytes: int | None = None,
+    weights_bytes: int,
     weights_loaded: bool = False,
 ) -> EnginePlan:
     """Decides the number of pages and checks that all of it fits, before weights are read.
@@ -131,10 +69,9 @@ def check(
       module, config: the model file and its config.
       device: where weights and pages will be.
       spec: of the cache; its `num_pages` is ignored.
-      max_model_len: as the user gave it; None is the model's own maximum, and then a smaller pool is no error.
-      max_num_seqs, max_num_batched_tokens: rows and tokens of the largest step.
-      num_pages, kv_cache_memory_bytes, gpu_memory_utilization: size of the pool; at most one of them.
-      weights_bytes: of weights in another form than the config's dtype (quantized); None computes them.
+      options: sizes of a step and of the pool. Without a max_model_len a pool for less than the model's own maximum
+        is no error.
+      weights_bytes: of weights in the form that runs.
       weights_loaded: whether they are already on the device.
 
     Returns:
@@ -142,44 +79,40 @@ def check(
 
     Raises:
       PlanError: something does not fit; the message names the nearest settings that do.
-      ValueError: two options set the size of the pool.
     """
     shape = ModelShape.from_config(module, config)
+    num_rows, max_model_len = options.max_num_seqs, options.max_model_len
     length = max_model_len or config.max_position_embeddings
     full_sequence = 1 + pages_needed(length, spec.page_size)
-    weights = shape.weights_bytes() if weights_bytes is None else weights_bytes
     temporary = temporaries.estimate(
-        shape,
-        num_tokens=max(max_num_batched_tokens, max_num_seqs),
-        num_rows=max_num_seqs,
-        platform=device.platform,
+        shape, num_tokens=options.max_num_batched_tokens, num_rows=num_rows, platform=device.platform
     )
-    rows = row_state_bytes(max_num_seqs, length)
-    free = _free_memory(device)
-    room = free - (0 if weights_loaded else weights) - rows - temporary
+    rows = row_state_bytes(num_rows, length)
+    free, to_load = device.memory_free, 0 if weights_loaded else weights_bytes
+    room = free - to_load - rows - temporary
     if room < 2 * spec.bytes_per_page:
-        raise PlanError(_no_room(shape, weights, rows + temporary, free, weights_loaded))
+        raise PlanError(_no_room(shape, weights_bytes, rows + temporary, free, weights_loaded))
 
     def shared(utilization: float | None) -> tuple[int, str]:
         """(pages that a share of the memory leaves, where the number comes from)."""
-        budget, reason = defaults.memory_budget(device, utilization, 0 if weights_loaded else weights)
-        return min(int(budget // spec.bytes_per_page), 1 + max_num_seqs * (full_sequence - 1)), reason
+        budget, reason = defaults.memory_budget(device, utilization, to_load)
+        return min(int(budget // spec.bytes_per_page), 1 + num_rows * (full_sequence - 1)), reason
 
     most = room // spec.bytes_per_page
-    reason = _reason(num_pages, kv_cache_memory_bytes, gpu_memory_utilization)
-    if num_pages is not None:
-        pages = num_pages
-    elif kv_cache_memory_bytes is not None:
-        pages = kv_cache_memory_bytes // spec.bytes_per_page
+    if options.num_pages is not None:
+        pages, reason = options.num_pages, f"num_pages={options.num_pages}"
+    elif options.kv_cache_memory_bytes is not None:
+        pages = options.kv_cache_memory_bytes // spec.bytes_per_page
+        reason = f"kv_cache_memory_bytes={options.kv_cache_memory_bytes}"
     else:
-        pages, reason = shared(gpu_memory_utilization)
-        if gpu_memory_utilization is None and pages > most:  # nobody asked for so many
+        pages, reason = shared(options.gpu_memory_utilization)
+        if options.gpu_memory_utilization is None and pages > most:  # nobody asked for so many
             pages, reason = most, "all that weights and temporaries leave"
     wanted = full_sequence if max_model_len is not None else 2
     if pages > most:
         raise PlanError(
             f"{reason} asks for {pages} pages, {_size(pages * spec.bytes_per_page)}, and after "
-            f"{_size(weights)} of weights {_size(max(0, room))} of {_size(free)} are left; the nearest is "
+            f"{_size(weights_bytes)} of weights {_size(max(0, room))} of {_size(free)} are left; the nearest is "
             f"num_pages={most} ({(most - 1) * spec.page_size} tokens)"
         )
     if pages < wanted:
@@ -192,7 +125,7 @@ def check(
             + ", or ".join(_nearest(spec, pages, wanted, most, max_model_len, utilization))
         )
     return EnginePlan(
-        weights_bytes=weights,
+        weights_bytes=weights_bytes,
         num_pages=pages,
         page_size=spec.page_size,
         pool_bytes=pages * spec.bytes_per_page,
@@ -202,25 +135,6 @@ def check(
         max_model_len=length,
         reason=reason,
     )
-
-
-def _reason(num_pages: int | None, kv_bytes: int | None, utilization: float | None) -> str:
-    given = {
-        f"num_pages={num_pages}": num_pages,
-        f"kv_cache_memory_bytes={kv_bytes}": kv_bytes,
-        f"gpu_memory_utilization={utilization}": utilization,
-    }
-    named = [name for name, value in given.items() if value is not None]
-    if len(named) > 1:
-        raise ValueError(f"{' and '.join(named)} both set the size of the KV cache; give one of them")
-    return named[0] if named else "the default"
-
-
-def _free_memory(device: defaults.Device) -> int:
-    stats = device.memory_stats() if device.platform != "cpu" else None
-    if stats and "bytes_limit" in stats:
-        return stats["bytes_limit"] - stats["bytes_in_use"]
-    return defaults.available_memory()
 
 
 def _no_room(shape: ModelShape, weights: int, beside: int, free: int, loaded: bool) -> str:

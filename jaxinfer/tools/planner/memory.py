@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import cast
 
 import jax
 
@@ -64,7 +63,7 @@ class Load:
 
 def default_page_size(hardware: Hardware, context: int) -> int:
     """Tokens per page that the engine takes on this hardware for sequences of `context` tokens."""
-    return defaults.page_size("auto", cast(jax.Device, hardware), context)  # of which it reads the platform
+    return defaults.page_size("auto", hardware.platform, context)
 
 
 def plan_memory(setting: Setting, load: Load, temporaries_bytes: int | None = None) -> Memory:

@@ -4,7 +4,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxinfer.defaults import DTYPES
+from jaxinfer import defaults
+from jaxinfer.options import LLMOptions
 from jaxinfer.tools.planner import hardware as facts
 from jaxinfer.tools.planner import roofline, shape
 from jaxinfer.tools.planner.memory import Load, Memory, default_page_size, plan_memory
@@ -125,9 +126,8 @@ def make_plan(
       ValueError: an argument cannot be; the message says which and why.
     """
     device = facts.load(hardware)
-    if dtype not in ("auto", "float32", "bfloat16", "float16"):
-        raise ValueError(f"dtype={dtype!r} must be auto, float32, bfloat16 or float16")
-    model_shape = shape.load(model, DTYPES[device.platform] if dtype == "auto" else dtype)
+    dtype = LLMOptions.from_keywords({"dtype": dtype}).dtype
+    model_shape = shape.load(model, defaults.dtype(dtype, device.platform))
     setting = Setting(
         model_shape,
         device,

@@ -3,7 +3,6 @@
 Shape letters: D embed_dim, N query heads, K KV heads, H head_dim, V vocab.
 """
 
-import json
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,9 +13,8 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from jaxinfer import checkpoints, models
-from jaxinfer.checkpoints import fetch
 from jaxinfer.checkpoints.loading import weight_leaves
+from jaxinfer.model_source import named_facts
 from jaxinfer.quantization import is_axes
 
 # Bits of one element of the KV cache; those below 16 have scales beside them.
@@ -142,68 +140,8 @@ def load(model: str | Path, dtype: str) -> ModelShape:
     Raises:
       ValueError: nothing is there, or the architecture is not supported; FetchError, CheckpointError likewise.
     """
-    hf = read_config(model)
-    module = models.for_config(hf)
-    config = module.Config.from_hf(hf, dtype=dtype)
-    return ModelShape.from_config(module, config, str(model))
-
-
-def read_config(model: str | Path) -> dict[str, Any]:
-    """config.json as a dict, from whatever names a model; see `load`.
-
-    Where weights are beside it, `tie_word_embeddings` says what they hold. Without weights and without that key
-    the head is not tied, as transformers has it for every model_type that is supported here.
-    """
-    path = Path(model).expanduser()
-    if str(model) not in fetch.catalog():
-        if path.is_dir() and not any(path.glob("*.safetensors")):
-            path = path / "config.json"
-            if not path.is_file():
-                raise ValueError(f"{path.parent} has no config.json; give a folder with one, or a .gguf file")
-        if path.suffix == ".json" and path.is_file():
-            return _read_json(path)
-        if not path.exists():
-            from jaxinfer.checkpoints import (
-                hub,  # here: it takes half a second that other models need not wait
-            )
-
-            if hub.is_hub_name(model):
-                return _read_json(_hub_config(str(model)))
-    return checkpoints.open_checkpoint(fetch.resolve(model)).config
-
-
-def _hub_config(name: str) -> Path:
-    """config.json of a model of the Hugging Face hub, and nothing else of it."""
-    import huggingface_hub
-    from huggingface_hub import constants
-    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HTTPError
-
-    cached_only = constants.HF_HUB_OFFLINE
-    try:
-        if not cached_only:
-            try:
-                huggingface_hub.HfApi().model_info(name)
-            except HfHubHTTPError:
-                raise
-            except HTTPError:  # unreachable: spares the half minute in which the download tries again
-                cached_only = True
-        return Path(huggingface_hub.hf_hub_download(name, "config.json", local_files_only=cached_only))
-    except (OSError, ValueError, EntryNotFoundError) as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-        raise fetch.FetchError(
-            f"no config.json of {name!r} from the hub or its cache ({first}); check the name, run `hf auth "
-            "login` if the model is gated, or give the path of a config.json"
-        ) from error
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        config = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(config, dict) or "model_type" not in config:
-        raise ValueError(f"{path} is no model config: it has no model_type")
-    return config
+    facts = named_facts(model)
+    return ModelShape.from_config(facts.module, replace(facts.config, dtype=dtype), str(model))
 
 
 def kv_bytes_per_token_and_layer(num_kv_heads: int, head_dim: int, kv_dtype: str) -> int:

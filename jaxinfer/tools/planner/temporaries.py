@@ -1,19 +1,13 @@
 """Memory that a step needs beside weights, cache and row state: read from a compiled program, or estimated."""
 
-from functools import partial
-from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import jax
-
-from jaxinfer import kv_cache as kv
-from jaxinfer.checkpoints.loading import weight_leaves
-from jaxinfer.kv_cache import KVCacheSpec
 from jaxinfer.pallas_kernels.ragged_paged_attention import xla
 from jaxinfer.programs.buckets import Buckets, Program
-from jaxinfer.programs.compile import Programs, example_arguments
-from jaxinfer.sampling import sample
 from jaxinfer.tools.planner.shape import ModelShape, itemsize
+
+if TYPE_CHECKING:
+    from jaxinfer.resolve import Resolved
 
 
 def estimate(shape: ModelShape, *, num_tokens: int, num_rows: int, platform: str) -> int:
@@ -42,35 +36,16 @@ def estimate(shape: ModelShape, *, num_tokens: int, num_rows: int, platform: str
     return stream + copied + max(mlp, attention, logits)
 
 
-def compiled(
-    module: ModuleType,
-    config: Any,
-    spec: KVCacheSpec,
-    *,
-    max_model_len: int,
-    max_num_seqs: int,
-    buckets: Buckets,
-    matmul_precision: str | None = None,
-) -> int:
+def compiled(resolved: "Resolved") -> int:
     """Bytes of temporaries of the engine's largest programs, compiled here from shapes alone.
 
     Nothing of the model's size is allocated; compiling takes seconds to minutes.
     """
-    weights = jax.tree.unflatten(*reversed(_leaves(module, config)))
-    cache = jax.eval_shape(partial(kv.init, spec))
-    rows = jax.eval_shape(partial(sample.init_row_state, max_num_seqs, max_model_len))
-    programs = Programs(module, config, matmul_precision=matmul_precision)
-    needed = 0
-    for program in _largest(buckets):
-        arguments = example_arguments(program, config, weights, cache, rows, None)
-        executable: Any = programs.get(program, arguments)
+    programs, needed = resolved.compiler(), 0
+    for program in _largest(resolved.buckets):
+        executable: Any = programs.get(program, resolved.arguments(program))
         needed = max(needed, executable.memory_analysis().temp_size_in_bytes)
     return needed
-
-
-def _leaves(module: ModuleType, config: Any) -> tuple[list[jax.ShapeDtypeStruct], Any]:
-    leaves, structure = weight_leaves(module, config)
-    return list(leaves.values()), structure
 
 
 def _largest(buckets: Buckets) -> list[Program]:

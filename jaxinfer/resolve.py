@@ -1,0 +1,200 @@
+"""What an engine is, decided in one place from the options, the model and the device, with the reason of each choice.
+
+    resolve(options, model, device) -> Resolved
+
+A pure function of three values: no weights are read and no device is asked, so `jaxinfer compile` and `jaxinfer plan`
+decide for an absent chip what `LLM` would decide on it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+
+from jaxinfer import defaults, weight_forms
+from jaxinfer import kv_cache as kv
+from jaxinfer.defaults import Choice
+from jaxinfer.device_facts import DeviceFacts
+from jaxinfer.kv_cache import KVCacheSpec
+from jaxinfer.options import SHAPES, LLMOptions
+from jaxinfer.programs.buckets import Buckets, Program
+from jaxinfer.programs.compile import Programs, example_arguments
+from jaxinfer.programs.saved_programs import SavedPrograms
+from jaxinfer.sampling import sample
+from jaxinfer.sampling.sample import SamplingBatch
+from jaxinfer.scheduler import SchedulerConfig
+from jaxinfer.tools.planner.engine_plan import EnginePlan, PlanError, check
+from jaxinfer.weight_forms import ModelFacts, WeightForm
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """Everything static about an engine. Equal values compile equal programs."""
+
+    options: LLMOptions
+    model: ModelFacts
+    device: DeviceFacts
+    config: Any  # of the model, its dtype decided
+    form: WeightForm
+    spec: KVCacheSpec
+    scheduler: SchedulerConfig
+    buckets: Buckets
+    matmul_precision: str | None
+    compiler_options: Mapping[str, Any]
+    plan: EnginePlan | None  # None: it was refused
+    plan_problem: str | None  # the sentence with which it was
+    choices: Mapping[str, Choice]  # what was chosen -> the value and why
+
+    @property
+    def max_model_len(self) -> int:
+        return self.scheduler.max_model_len
+
+    def lines(self) -> list[str]:
+        """The choices and the plan for people, to be logged at start."""
+        lines = [f"{name}: {choice.value}, since {choice.reason}" for name, choice in self.choices.items()]
+        lines.append(f"programs: {', '.join(self.programs())}")
+        return lines + ([] if self.plan is None else self.plan.lines())
+
+    def llm_options(self) -> dict[str, Any]:
+        """Keyword arguments with which `LLM` resolves to these very programs on this kind of device."""
+        settled = {
+            "dtype": self.config.dtype,
+            "few_rows": "packed" if self.form.packed else "full",
+            "max_model_len": self.max_model_len,
+            "num_pages": self.spec.num_pages,
+            "kv_cache_memory_bytes": None,
+            "gpu_memory_utilization": None,
+            "page_size": self.spec.page_size,
+            "implementation": self.spec.implementation,
+            "matmul_precision": self.matmul_precision,
+        }
+        return {name: getattr(self.options, name) for name in SHAPES} | settled
+
+    # The programs, as the engine compiles them
+
+    def programs(self) -> dict[str, Program]:
+        """All programs of the warm-up, by name."""
+        return {str(program): program for program in self.buckets.programs()}
+
+    def weights(self) -> Any:
+        """Shapes of the weights."""
+        return weight_forms.shapes(self.model, self.config, self.form)
+
+    def state(self) -> tuple[Any, kv.KVCache, sample.RowState]:
+        """Shapes of weights, cache and row state."""
+        cache = jax.eval_shape(partial(kv.init, self.spec))
+        rows = partial(sample.init_row_state, self.scheduler.max_num_seqs, self.scheduler.max_model_len)
+        return self.weights(), cache, jax.eval_shape(rows)
+
+    def compiler(self, saved: SavedPrograms | None = None) -> Programs:
+        """What compiles the programs."""
+        return Programs(
+            self.model.module,
+            self.config,
+            logprobs_mode=self.options.logprobs_mode,
+            logits_processors=tuple(self.options.logits_processors),
+            matmul_precision=self.matmul_precision,
+            compiler_options=self.compiler_options,
+            strict=self.options.strict_compile,
+            saved=saved,
+        )
+
+    def arguments(self, program: Program) -> tuple:
+        """Shapes of the arguments of a program of the warm-up, of rows without logits processors."""
+        sampling_batch = None
+        if program.kind != "score" and program.variant != "greedy":
+            sampling_batch = SamplingBatch.from_rows([], program.num_rows, self.config.vocab_size)
+        return example_arguments(program, self.config, *self.state(), sampling_batch)
+
+
+def resolve(
+    options: LLMOptions, model: ModelFacts, device: DeviceFacts, *, must_fit: bool = True
+) -> Resolved:
+    """Decides what an engine with these options is on such a device.
+
+    Args:
+      must_fit: False: where the plan is refused, the pool is num_pages or as small as one sequence of max_model_len
+        needs, and `plan_problem` has the sentence; a compiler may then be asked all the same.
+
+    Raises:
+      PlanError: weights, pages and a step do not fit.
+      ValueError: an option cannot be with this model or device; the message says what can.
+    """
+    config = model.config
+    if not model.weights_given:
+        config = replace(config, dtype=defaults.dtype(options.dtype, device.platform))
+    longest = config.max_position_embeddings
+    max_model_len = longest if options.max_model_len is None else options.max_model_len
+    if max_model_len > longest:
+        raise ValueError(
+            f"max_model_len={max_model_len} is over the model's own maximum of {longest} positions"
+        )
+    attention = defaults.implementation(options.implementation, device, config.dtype, config.head_dim)
+    form, choices = _weight_form(options, model, config, device)
+    spec = KVCacheSpec(
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        page_size=defaults.page_size(options.page_size, device.platform, max_model_len),
+        num_pages=2,  # decided by the plan
+        dtype=config.dtype,
+        implementation=attention.value,
+        compute_capability=device.compute_capability,
+    )
+    tile = defaults.tile(options.batch_invariant, device, spec.implementation, options.quantize)
+    sizes = options.max_num_seqs, options.max_num_batched_tokens, options.decode_steps
+    buckets = replace(options.buckets or Buckets.default(*sizes, device.platform, tile), tile=tile)
+    scheduler = options.scheduler(max_model_len, buckets.max_multi_step_rows)
+    buckets.check(scheduler)
+    plan, problem = None, None
+    try:
+        plan = check(
+            model.module,
+            config,
+            device,
+            spec,
+            options,
+            weights_bytes=weight_forms.num_bytes(weight_forms.shapes(model, config, form)),
+            weights_loaded=model.weights_given and form.is_plain,
+        )
+        num_pages = plan.num_pages
+    except PlanError as error:
+        if must_fit:
+            raise
+        problem = str(error)
+        num_pages = options.num_pages or 1 + kv.pages_needed(max_model_len, spec.page_size)
+    return Resolved(
+        options=options,
+        model=model,
+        device=device,
+        config=config,
+        form=form,
+        spec=replace(spec, num_pages=num_pages),
+        scheduler=scheduler,
+        buckets=buckets,
+        matmul_precision=defaults.matmul_precision(options.matmul_precision, config.dtype),
+        compiler_options=defaults.compiler_options(device),
+        plan=plan,
+        plan_problem=problem,
+        choices={"attention": attention} | choices,
+    )
+
+
+def _weight_form(
+    options: LLMOptions, model: ModelFacts, config: Any, device: DeviceFacts
+) -> tuple[WeightForm, dict[str, Choice]]:
+    """The form of the weights, and the choices in it."""
+    plain = options.quantize is None and not options.batch_invariant
+    few_rows = defaults.few_rows(options.few_rows, device, plain, bool(model.blocks))
+    choices = {"products of few rows": few_rows}
+    if options.quantize is None:
+        return WeightForm(packed=few_rows.value == "packed"), choices
+    if config.dtype == "float16":
+        raise ValueError(f"quantize={options.quantize!r} works with dtype float32 or bfloat16, not float16")
+    products = defaults.products(device)
+    smooth = device.platform == "cpu" and hasattr(model.module, "SMOOTHED")
+    matmul = defaults.matmul(device)
+    choices |= {"products in int8": products, "kernels of them": matmul}
+    return WeightForm(options.quantize, products.value, smooth, matmul=matmul.value), choices
