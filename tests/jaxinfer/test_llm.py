@@ -197,7 +197,7 @@ def test_the_generation_config_can_be_switched_off(planted):
     with LLM(planted.folder, generation_config="none", **OPTIONS) as other:
         assert other.default_sampling_params == SamplingParams()
         assert planted.end in other.end_token_ids, "end ids are no sampling default"
-    with pytest.raises(ValueError, match="generation_config='vllm' must be 'auto' or 'none'"):
+    with pytest.raises(ValueError, match="generation_config='vllm' must be one of auto, none"):
         LLM(planted.folder, generation_config="vllm", **OPTIONS)
 
 
