@@ -26,7 +26,12 @@ from typing import Any
 import numpy as np
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path.insert(0, str(ROOT))
+
+TINY = {  # the Hugging Face config of the model "tiny"
+    "model_type": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 8, "num_key_value_heads": 2, "rms_norm_eps": 1e-6, "max_position_embeddings": 8192,
+}  # fmt: skip
 
 NUMBERS = itertools.count()
 QUESTIONS, PREAMBLE, QUESTION_TOKENS, ANSWER = 200, 900, (30, 90), 8
@@ -39,11 +44,10 @@ def open_llm(model: str, **options: Any) -> Any:
     if model != "tiny":
         return LLM(model, **options)
     import jax
-    from tiny_models import CONFIGS
 
     from jaxinfer.models import llama
 
-    config = llama.Config.from_hf(CONFIGS["llama_gqa"] | {"max_position_embeddings": 8192})
+    config = llama.Config.from_hf(TINY)
     del options["dtype"]  # float32
     return LLM(config=config, weights=llama.init(config, jax.random.key(0)), **options)
 
@@ -110,7 +114,6 @@ class NoDevice:
 
 def host_engine(rows: int, context: int) -> Any:
     import jax
-    from tiny_models import CONFIGS
 
     from jaxinfer.engine import Engine, EngineConfig
     from jaxinfer.kv_cache import KVCacheSpec
@@ -118,7 +121,7 @@ def host_engine(rows: int, context: int) -> Any:
     from jaxinfer.programs.buckets import Buckets
     from jaxinfer.scheduler import SchedulerConfig
 
-    config = llama.Config.from_hf(CONFIGS["llama_gqa"] | {"num_hidden_layers": 1})
+    config = llama.Config.from_hf(TINY | {"num_hidden_layers": 1})
     budget = max(512, rows)
     engine = Engine(
         llama,

@@ -1,4 +1,4 @@
-"""Small tokenizers, chat templates and texts, built in milliseconds; scripts/oracle/text_oracle.py uses them too."""
+"""Small tokenizers, chat templates and texts, built in milliseconds; tests/oracle/text_oracle.py uses them too."""
 
 import json
 from pathlib import Path

@@ -12,7 +12,7 @@ from jaxinfer.text import chat
 from jaxinfer.text.tokenizer import Tokenizer, from_gguf_metadata, load_tokenizer
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "text"
-NOW = datetime(2025, 3, 9, 12, 30)  # the clock of scripts/oracle/text_oracle.py
+NOW = datetime(2025, 3, 9, 12, 30)  # the clock of tests/oracle/text_oracle.py
 CHATML = fixtures.TEMPLATES["chatml"]
 
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from eval_items import make_items
 
 from jaxinfer import LLM, SamplingParams
 from jaxinfer.checkpoints import fetch
 from jaxinfer.programs.buckets import Buckets
-from scripts.eval_items import make_items
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 MODEL = "smollm2-135m-instruct"
@@ -61,10 +61,12 @@ def test_greedy_tokens_and_logprobs_equal_transformers(llm):
 
 
 @pytest.mark.parametrize("score", ["letters", "options"])
-def test_choices_by_log_likelihood_equal_transformers(llm, score):
-    """A few of the items of scripts/bench_eval.py, which compares all of them: two subjects, shared preambles."""
+@pytest.mark.parametrize("number", [6, pytest.param(None, marks=pytest.mark.slow)], ids=["few", "all"])
+def test_choices_by_log_likelihood_equal_transformers(llm, score, number):
+    """A few items of two subjects, or all that were scored; each subject has a preamble that its items share."""
     items, scores = make_items(), np.load(GOLDEN / "eval.npz")[score]
-    chosen = [0, 8, 16, 176, 184, 192]
+    known = np.flatnonzero(~np.isnan(scores[:, 0])).tolist()
+    chosen = known if number is None else [0, 8, 16, 176, 184, 192]
     prompts = [items[i].prompt for i in chosen for _ in range(4)]
     continuations = [text for i in chosen for text in items[i].continuations(score)]
     results = llm.loglikelihood(prompts, continuations, use_tqdm=False)

@@ -1,4 +1,4 @@
-"""Writes tests/golden/eval.npz: logprobs of the choices of every item of scripts/eval_items.py, by transformers."""
+"""Writes tests/golden/eval.npz: logprobs of the choices of every item of tests/eval_items.py, by transformers."""
 
 import sys
 import zlib

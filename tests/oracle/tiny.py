@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-TESTS = Path(__file__).parents[2] / "tests"
+TESTS = Path(__file__).parents[1]
 sys.path.insert(0, str(TESTS))
 from tiny_models import CONFIGS, checksum, make_tiny, random_tokens  # noqa: E402
 

@@ -15,7 +15,7 @@ from tokenizers import pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.utils import chat_template_utils
 
-TESTS = Path(__file__).parents[2] / "tests"
+TESTS = Path(__file__).parents[1]
 sys.path.insert(0, str(TESTS))
 import text_fixtures as fixtures  # noqa: E402
 

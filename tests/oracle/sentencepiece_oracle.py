@@ -9,7 +9,7 @@ from pathlib import Path
 
 import sentencepiece
 
-TESTS = Path(__file__).parents[2] / "tests"
+TESTS = Path(__file__).parents[1]
 sys.path.insert(0, str(TESTS))
 import text_fixtures as fixtures  # noqa: E402
 
