@@ -9,6 +9,7 @@ submitted.
 import enum
 import math
 import numbers
+import re
 from array import array
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ MAX_BIAS_ENTRIES = 1024  # logit_bias and bad_words
 MAX_STOP_STRINGS = 64
 MAX_STRING_CHARS = 1000  # of one stop string or bad word
 MAX_TOKENS = 2**31 - 1
+_SURROGATE = re.compile("[\ud800-\udfff]")
 GREEDY_BELOW = 1e-5  # a smaller temperature is greedy, as in vLLM: dividing by it would overflow float32
 
 UNSUPPORTED_FIELDS = {
@@ -84,6 +86,16 @@ def _token_ids(name: str, values: Any, cap: int | None) -> tuple[int, ...]:
     return tuple(_integer(f"an id of {name}", v, 0, MAX_TOKENS) for v in _many(name, values, cap))
 
 
+def check_characters(name: str, text: str) -> None:
+    """Raises ValueError where Python's text cannot be UTF-8: it holds half of a surrogate pair."""
+    if half := _SURROGATE.search(text):
+        code, before = ord(half[0]), text[max(0, half.start() - 12) : half.start()]
+        place = f"after {before!r}" if before else "at its beginning"
+        if 0xDC80 <= code <= 0xDCFF:  # how Python reads other bytes of a command line or a file
+            raise ValueError(f"{name} is not UTF-8: byte 0x{code - 0xDC00:02x} {place}")
+        raise ValueError(f"{name} has half a surrogate pair, U+{code:04X}, {place}; that is no character")
+
+
 def _strings(name: str, values: Any, cap: int) -> tuple[str, ...]:
     items = _many(name, values, cap)
     for text in items:
@@ -91,8 +103,7 @@ def _strings(name: str, values: Any, cap: int) -> tuple[str, ...]:
             raise ValueError(
                 f"{name} holds {shown(text)}; each must be a string of 1 to {MAX_STRING_CHARS} characters"
             )
-        if not text.isprintable() and any("\ud800" <= char <= "\udfff" for char in text):  # no text has it
-            raise ValueError(f"{name} holds {shown(text)}, with half a surrogate pair, which is no character")
+        check_characters(name, text)
     return tuple(items)
 
 

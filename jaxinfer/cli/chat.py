@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from jaxinfer.cli.command import command, fail
+from jaxinfer.cli.command import command, fail, read_utf8
 from jaxinfer.cli.options import (
     ENGINE,
     JSON_ONLY,
@@ -19,7 +19,7 @@ from jaxinfer.cli.options import (
     without,
 )
 from jaxinfer.cli.report import follow, line, text_of
-from jaxinfer.request import SamplingParams
+from jaxinfer.request import SamplingParams, check_characters
 
 if TYPE_CHECKING:
     from jaxinfer.llm import LLM
@@ -35,6 +35,7 @@ def run(model: Model, system: System = None, **options: Any) -> None:
     that begins with a slash needs a space before it. Greedy unless --temperature says otherwise.
     """
     params = sampling_params(options)
+    check_characters("--system", system or "")
 
     from jaxinfer.llm import LLM
 
@@ -49,7 +50,13 @@ def _converse(llm: "LLM", params: SamplingParams, system: str | None) -> bool:
     """All turns. False if one of them failed; the others go on without it."""
     turns: list[dict[str, str]] = []
     done = True
-    for text in _lines():
+    for number, content in enumerate(_lines(), start=1):
+        try:
+            text = read_utf8(content, f"line {number}")
+        except ValueError as error:
+            fail(f"Error: {error}")
+            done = False
+            continue
         word, _, rest = text.partition(" ")
         if word == "/quit":
             break
@@ -77,16 +84,16 @@ def _converse(llm: "LLM", params: SamplingParams, system: str | None) -> bool:
     return done
 
 
-def _lines() -> Iterator[str]:
+def _lines() -> Iterator[bytes]:
     """Lines of standard input; at a terminal with a prompt and line editing."""
     if not sys.stdin.isatty():
-        yield from (text.rstrip("\n") for text in sys.stdin)
+        yield from (line.rstrip(b"\r\n") for line in sys.stdin.buffer)
         return
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (gives input() its history and editing)
     while True:
         try:
-            yield input("> ")
+            yield input("> ").encode(errors="surrogatepass")
         except EOFError:
             print()
             return

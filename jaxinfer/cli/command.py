@@ -3,6 +3,8 @@
 import errno
 import functools
 import inspect
+import io
+import json
 import logging
 import os
 import sys
@@ -47,6 +49,7 @@ def command(
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(function)
         def wrapped(*, debug: bool, **given: Any) -> None:
+            _set_up_streams()
             _set_up_logs(debug)
             with _reported(debug):
                 function(**{name: value for name, value in given.items() if value not in (None, [], ())})
@@ -100,6 +103,19 @@ def fail(sentence: str, *, prefix: str = "") -> None:
     print(f"{prefix}{sentence}", file=sys.stderr)
 
 
+def read_utf8(content: bytes, name: str) -> str:
+    """Text of `content`. Raises ValueError if it is not UTF-8."""
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name} is not UTF-8 text: byte {error.start} is wrong") from None
+
+
+def print_json(value: Any) -> None:
+    """One line of JSON on stdout; in ASCII where stdout is not UTF-8."""
+    print(json.dumps(value, ensure_ascii=sys.stdout.encoding.lower() not in ("utf-8", "utf8")))
+
+
 def print_pairs(pairs: Sequence[tuple[str, str]], *, stderr: bool = False) -> None:
     """Lines of name and value, the values aligned. Styled on a terminal only; never cut or wrapped."""
     from rich.console import Console
@@ -111,6 +127,19 @@ def print_pairs(pairs: Sequence[tuple[str, str]], *, stderr: bool = False) -> No
     for name, value in pairs:
         line = Text.assemble((name.ljust(width), "bold"), "  ", (value, "dim" if stderr else ""))
         console.print(line, soft_wrap=True)
+
+
+def _set_up_streams() -> None:
+    """Makes stdout take any text, escaped where its encoding lacks a character, and closed streams empty ones."""
+    if sys.stdin is None:
+        sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115 (for as long as the process)
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    if sys.stdout is None:
+        print("Error: standard output is closed; redirect it, to /dev/null if need be", file=sys.stderr)
+        raise typer.Exit(1)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _set_up_logs(debug: bool) -> None:

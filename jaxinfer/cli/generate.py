@@ -1,14 +1,13 @@
 """`jaxinfer generate`: one prompt, its completion as it is written, and what it took."""
 
 import dataclasses
-import json
 import math
 import sys
 from typing import Annotated, Any
 
 import typer
 
-from jaxinfer.cli.command import command, print_pairs
+from jaxinfer.cli.command import command, print_json, print_pairs, read_utf8
 from jaxinfer.cli.options import (
     ENGINE,
     JSON_ONLY,
@@ -22,6 +21,7 @@ from jaxinfer.cli.options import (
     write_json,
 )
 from jaxinfer.cli.report import Run, block, follow, ids_of, text_of
+from jaxinfer.request import check_characters
 
 Prompt = Annotated[
     str | None,
@@ -61,7 +61,11 @@ def run(
     if wanted and not as_json:
         raise typer.BadParameter(f"{flag(wanted[0])} is written in JSON only; add --json")
     params = sampling_params(options)
-    text = _read_stdin() if "-" in (prompt, chat) else prompt or chat or ""
+    text = prompt or chat or ""
+    if text == "-":
+        text = read_utf8(sys.stdin.buffer.read(), "standard input").removesuffix("\n")
+    check_characters("the prompt" if chat is None else "the message", text)
+    check_characters("--system", system or "")
 
     from jaxinfer.llm import LLM
 
@@ -77,7 +81,7 @@ def run(
         result = follow(llm, outputs, show if params.n == 1 and not as_json else None)
         if as_json:
             for record in _records(result):
-                print(json.dumps(record, ensure_ascii=False))
+                print_json(record)
         elif params.n > 1:
             for sample in result.output.outputs:
                 print(f"[{sample.index}] {show(sample)}")
@@ -89,14 +93,6 @@ def run(
             times = result.output.metrics
             each = [] if times is None else [metrics.request_json(times)]
             write_json(metrics_json, {"requests": each, "stats": metrics.to_json(llm.stats())})
-
-
-def _read_stdin() -> str:
-    try:
-        text = sys.stdin.buffer.read().decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"standard input is not UTF-8 text: byte {error.start} is wrong") from None
-    return text.removesuffix("\n")
 
 
 def _records(result: Run) -> list[dict[str, Any]]:

@@ -1,14 +1,13 @@
 """`jaxinfer info`: what a model is, from its headers alone."""
 
 import dataclasses
-import json
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jaxinfer.cli.command import command, print_pairs
+from jaxinfer.cli.command import command, print_json, print_pairs
 
 if TYPE_CHECKING:
     from jaxinfer.checkpoints import Checkpoint
@@ -24,7 +23,7 @@ def run(model: ModelArgument, as_json: Json = False) -> None:
 
     facts = _facts(fetch.resolve(model))
     if as_json:
-        print(json.dumps(facts, ensure_ascii=False))
+        print_json(facts)
     else:
         print_pairs(_pairs(facts))
 

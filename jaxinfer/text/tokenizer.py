@@ -1,7 +1,6 @@
 """Text to token ids and back, from a GGUF file or a Hugging Face directory, over the `tokenizers` library."""
 
 import json
-import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -12,12 +11,12 @@ import tokenizers
 
 from jaxinfer.checkpoints import gguf_tokenizer
 from jaxinfer.checkpoints.sentencepiece_model import read_metadata
+from jaxinfer.request import check_characters
 from jaxinfer.text.detokenizer import BYTE_TOKEN, DecoderRules, Detokenizer, decoder_rules
 from jaxinfer.wording import shown
 
 _CHARS_PER_TOKEN = 8  # a text of fewer characters per token that fits is tokenized in one go
 _AT_A_CUT = 64
-_SURROGATE = re.compile("[\ud800-\udfff]")
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -169,11 +168,7 @@ def _tokenized(text: str, tokenize: Callable[[], list[int]]) -> list[int]:
     except BaseException as error:
         if not isinstance(text, str):
             raise TypeError(f"a text is a str, not {type(text).__name__}") from None
-        if half := _SURROGATE.search(text):
-            raise ValueError(
-                f"the text has half a surrogate pair, U+{ord(half[0]):04X}, at character {half.start()}, which is "
-                f"no character; encode the text as UTF-8, or replace it"
-            ) from None
+        check_characters("the text", text)
         raise ValueError(
             f"the model's tokenizer fails on a text of {len(text)} characters: {shown(str(error))}"
         ) from error

@@ -69,8 +69,8 @@ def nested(depth: int) -> Any:
 
 
 BAD_PROMPTS = {
-    "half a pair": ("x\ud83d", "half a surrogate pair, U+D83D, at character 1"),
-    "a byte of a command line": ("caf\udce9", "half a surrogate pair"),
+    "half a pair": ("x\ud83d", "half a surrogate pair, U+D83D, after 'x'"),
+    "a byte of a command line": ("caf\udce9", "not UTF-8: byte 0xe9 after 'caf'"),
     "backtracking": (EVIL, "tokenizer fails on a text of 100 characters"),
     "long": ("the inn " * 1_000_000, "8000000 characters have over 200 tokens, and max_model_len is 200"),
     "bytes": (b"hello", "decode it"),
