@@ -46,6 +46,7 @@ from jaxinfer.sampling.sample import (
 )
 from jaxinfer.scheduler import ScheduledStep, Scheduler, SchedulerConfig, SchedulerStats
 from jaxinfer.step import NUM_END_IDS, DecodeLimits
+from jaxinfer.wording import shown
 
 logger = logging.getLogger(__name__)
 
@@ -275,7 +276,7 @@ class Engine:
 
     def _ban(self, word: str) -> list[list[int]]:
         if self._bad_word_ids is None:
-            raise ValueError(f"bad_words={word!r} needs a tokenizer, and this engine has none")
+            raise ValueError(f"bad_words={shown(word)} needs a tokenizer, and this engine has none")
         return self._bad_word_ids(word)
 
     def finish(self, seq: Sequence, reason: str, stop_reason: Any, num_output_tokens: int) -> None:

@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxinfer.wording import shown
+
 Signature = tuple[tuple[str, str, tuple[int, ...]], ...]  # (key, dtype, shape of one row)
 
 _DTYPES = {"b": np.bool_, "i": np.int32, "f": np.float32}
@@ -60,7 +62,7 @@ class ProcessorArgs:
                 continue
             if known.shape != value.shape or not np.can_cast(value.dtype, known.dtype, "same_kind"):
                 raise ValueError(
-                    f"extra_args[{key!r}] is {value.dtype}{list(value.shape)}; it was declared or first given as "
+                    f"extra_args[{shown(key)}] is {value.dtype}{list(value.shape)}; it was declared or first given as "
                     f"{known.dtype}{list(known.shape)}, and a compiled step has one type and length for it"
                 )
         return arrays
@@ -73,7 +75,9 @@ def _array(key: str, value: Any) -> np.ndarray:
         dtype = _DTYPES[array.dtype.kind]
         small: np.ndarray = array.astype(dtype)
     except (KeyError, ValueError, OverflowError):
-        raise ValueError(f"extra_args[{key!r}]={value!r} must be a number or a list of numbers") from None
+        raise ValueError(
+            f"extra_args[{shown(key)}]={shown(value)} must be a number or a list of numbers"
+        ) from None
     if array.dtype.kind == "i" and not np.array_equal(small, array):
-        raise ValueError(f"extra_args[{key!r}]={value!r} does not fit 32 bits")
+        raise ValueError(f"extra_args[{shown(key)}]={shown(value)} does not fit 32 bits")
     return small

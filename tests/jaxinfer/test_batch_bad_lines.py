@@ -32,6 +32,7 @@ BAD = {
     "bad_words": b'%s, "bad_words": [%s]' % (MESSAGES, DEEP),
     "logit_bias": b'%s, "logit_bias": {"5": %s}' % (MESSAGES, DEEP),
     "temperature": b'%s, "temperature": %s' % (MESSAGES, DEEP_OBJECT),
+    "extra_args": b'%s, "extra_args": {"a": %s}' % (MESSAGES, DEEP),
     "prompt": b'"prompt": %s' % DEEP,
     "image": b'"messages": [{"role": "user", "content": [{"type": "%s"}]}]' % (b"x" * 8_000_000),
     "no_role": b'"messages": [{"content": "%s"}]' % (b"x" * 8_000_000),
