@@ -1,14 +1,17 @@
 """What "auto" means: small tables by platform, with the reason beside each choice. Nothing is timed here."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
 from jaxinfer.device_facts import DeviceFacts
+from jaxinfer.pallas_kernels.quantized_matmul import gpu_schedule
 from jaxinfer.pallas_kernels.quantized_matmul.tuning import w8a8_products
 from jaxinfer.pallas_kernels.ragged_paged_attention.gpu_tuning import DECODE_LIMITS
+from jaxinfer.quantization import Kernels
 from jaxinfer.tiles import TILE
 
 # platform of a jax device -> dtype of weights and activations
@@ -94,9 +97,24 @@ def products(device: DeviceFacts) -> Choice:
     return Choice(value, f"the matrix unit of {device.device_kind} has no int8 products")
 
 
-def matmul(device: DeviceFacts) -> Choice:
-    """Which kernels multiply by quantized matrices: a key of quantized_matmul.IMPLEMENTATIONS."""
-    return Choice("xla", "models reach no other kernels of quantized matrices yet")
+def kernels(device: DeviceFacts) -> Kernels:
+    """The kernels that multiply by plain matrices."""
+    name = "cpu" if device.platform == "cpu" else "xla"
+    return Kernels(matmul=name, gated_mlp=name)
+
+
+def quantized_matmul(device: DeviceFacts, shapes: Iterable[tuple[int, int]]) -> Choice:
+    """The kernels that multiply by quantized matrices, one name for all of them.
+
+    Args:
+      shapes: (F, D), outputs and inputs of each matrix.
+    """
+    if device.platform in ("cpu", "tpu"):
+        return Choice(device.platform, f"the device is a {device.platform.upper()}")
+    for out_dim, in_dim in shapes:
+        if refusal := gpu_schedule.refusal(out_dim, in_dim, device.compute_capability):
+            return Choice("xla", refusal)
+    return Choice("gpu", "the device is a GPU of compute capability 9.0")
 
 
 def compiler_options(device: DeviceFacts) -> dict[str, Any]:

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from flax import struct
-from jax.experimental.buffer_callback import buffer_callback
 from jax.experimental.layout import Format, Layout
 from jax.sharding import Sharding, SingleDeviceSharding
 
@@ -125,15 +124,13 @@ class KVCache:
 def init(spec: KVCacheSpec) -> KVCache:
     """A cache that holds nothing. Call it under `jax.jit` with `out_shardings` to place it (`page_format`).
 
-    Its pages are zero, but on a CPU: there nothing writes them, so that they take no time and no resident memory until
-    tokens do. Whatever stands in a slot that was not written is masked, NaN included.
+    Its pages are zero, but for the CPU's kernels: there nothing writes them, so that they take no time and no resident
+    memory until tokens do. Whatever stands in a slot that was not written is masked, NaN included.
     """
-    num_arrays = 1 if spec.one_array else spec.num_layers
-    shapes = (jax.ShapeDtypeStruct(spec.page_shape, jnp.dtype(spec.dtype)),) * num_arrays
-    pages = jax.lax.platform_dependent(
-        cpu=buffer_callback(lambda context, unwritten: None, shapes),
-        default=lambda: tuple(jnp.zeros(x.shape, x.dtype) for x in shapes),
-    )
+    shape = jax.ShapeDtypeStruct(spec.page_shape, jnp.dtype(spec.dtype))
+    if spec.one_array:
+        return KVCache(pages=(cpu_pages.unwritten(shape),), scales=None, spec=spec)
+    pages = tuple(jnp.zeros(shape.shape, shape.dtype) for _ in range(spec.num_layers))
     return KVCache(pages=pages, scales=None, spec=spec)
 
 

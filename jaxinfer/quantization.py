@@ -1,79 +1,100 @@
 """Weight leaves and the two operations that read them.
 
-A leaf is a plain array, or a QuantizedTensor (a matrix of a layer in int8), or a PackedMatrix (beside the matrix the
-codes of the file it came from). Every product with a weight goes through
-`project` and every embedding lookup through `take`, so that a weight form is handled here alone.
+A leaf is a plain array or a QuantizedTensor. Every product with a weight goes through `project` (in the gated MLP
+through `factor`) and every embedding lookup through `take`, so that a weight form is handled here alone.
 """
 
 import math
-from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
-from jaxinfer.pallas_kernels.quantized_matmul import few_rows, quantized_matmul
+from jaxinfer.pallas_kernels.dense_matmul import dense_matmul
+from jaxinfer.pallas_kernels.gated_mlp import Matrix
+from jaxinfer.pallas_kernels.quantized_matmul import cpu, cpu_blocks, quantized_matmul
+from jaxinfer.pallas_kernels.quantized_matmul.reference import widen
 
 FEW_ROWS = ("auto", "full", "packed")  # how few rows are multiplied by the matrices of a file in blocks
 FORMS = ("w8a8",)  # what `quantize` can make of the matrices of a model
 
 
+@dataclass(frozen=True)
+class Kernels:
+    """The kernels that multiply by plain matrices, by name. Those of a QuantizedTensor are its own."""
+
+    matmul: str = "xla"  # a key of dense_matmul.IMPLEMENTATIONS
+    gated_mlp: str = "xla"  # a key of gated_mlp.IMPLEMENTATIONS
+
+
+XLA = Kernels()  # run anywhere
+
+
 @struct.dataclass
 class QuantizedTensor:
-    """A matrix in int8, symmetric, with one scale per output: value = scale * qvalue."""
+    """A matrix of F outputs and D inputs in codes: value = scale * qvalue + offset.
 
-    qvalue: jax.Array  # int8 [*out, *in]
-    scale: jax.Array  # f32[F, 1], F the product of the output axes
-    w8a8: str = struct.field(pytree_node=False)  # see quantized_matmul
+    Its arrays lie as `quantized_matmul` reads them, whatever the axes of the value: a product copies nothing.
+    """
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.qvalue.shape
+    qvalue: Any  # int8 or int4 [F, D]; or a cpu_blocks.BlockedMatrix, which keeps scale and offset as f16[D / group, F]
+    scale: jax.Array  # f32[F, D / group]
+    offset: jax.Array | None  # like scale, or None: 0
+    perm: (
+        jax.Array | None
+    )  # i32[D], the input that column i of the codes belongs to (GPTQ's act order); None: i
+    shape: tuple[int, ...] = struct.field(pytree_node=False)  # of the value: [*out, *in]
+    group: int = struct.field(pytree_node=False)  # inputs that share a scale; D: one scale per output
+    # What x is rounded to for a product, and that is computed in, as `w8a8` of quantized_matmul: None for x's own
+    # dtype, "int8", or "bfloat16" for products of int8 numbers on chips that have no int8 products.
+    activations: str | None = struct.field(pytree_node=False)
+    implementation: str = struct.field(pytree_node=False)  # a key of quantized_matmul.IMPLEMENTATIONS
 
+    def matmul(self, x: jax.Array, out_dtype: jax.typing.DTypeLike) -> jax.Array:
+        """x [T, D] times the transposed matrix: [T, F]."""
+        return quantized_matmul(
+            x if self.perm is None else x[:, self.perm],
+            self.qvalue,
+            self.scale,
+            self.offset,
+            w8a8=self.activations,
+            out_dtype=out_dtype,
+            implementation=self.implementation,
+        )
 
-@struct.dataclass
-class PackedMatrix:
-    """A matrix, and beside it the blocks of codes that its values come from, for few rows (see few_rows.py)."""
+    def plain(self, num_rows: int) -> jax.Array | None:
+        """The matrix of values, where so many rows are multiplied by it and not by the codes; else None."""
+        return cpu.matrix_for(self.qvalue, num_rows)
 
-    matrix: jax.Array  # [*out, *in]
-    tiles: jax.Array  # int8 [G, F / L, 32, L] or uint8 [G, F / L, 16, L]
-    scale: jax.Array  # f16[G, F]
-    offset: jax.Array | None  # f16[G, F]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.matrix.shape
-
-
-@struct.dataclass
-class ObservedMatrix:
-    """A matrix, and who is told by each product what it was multiplied by: report(number, x [T, D])."""
-
-    matrix: jax.Array  # [*out, *in]
-    number: jax.Array  # i32[]
-    report: Callable[[jax.Array, jax.Array], None] = struct.field(pytree_node=False)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.matrix.shape
+    def rows(self, ids: jax.Array) -> jax.Array:
+        """Rows `ids` i32[T] of a value [V, D]: [T, D], in float32 where codes are widened."""
+        matrix = cpu.matrix_for(self.qvalue)
+        if matrix is not None:
+            return _rows(matrix, ids)
+        arrays = [None if a is None else _rows(a, ids) for a in (self.qvalue, self.scale, self.offset)]
+        value = widen(*arrays)  # type: ignore[arg-type]
+        return value if self.perm is None else value[:, jnp.argsort(self.perm)]
 
 
 def project(
     x: jax.Array,
-    weight: jax.Array | QuantizedTensor | PackedMatrix | ObservedMatrix,
+    weight: Any,
     *,
+    kernels: Kernels,
     in_axes: int = 1,
     out_dtype: jax.typing.DTypeLike | None = None,
 ) -> jax.Array:
-    """Contract the last `in_axes` axes of x with the last `in_axes` axes of a weight leaf, in float32.
-
-    With a QuantizedTensor each token is quantized to int8 too, by its largest value (arXiv:2206.01861).
+    """Contract the last `in_axes` axes of x with the last `in_axes` axes of a weight leaf, accumulated in float32.
 
     Args:
       x: activations [..., *in].
-      weight: a leaf stored as published, output axes first: [*out, *in].
+      weight: a leaf [*out, *in], stored as published, output axes first: an array, which is cast to x's dtype, or
+        what multiplies x itself, as a QuantizedTensor does.
+      kernels: of products with arrays.
       in_axes: how many axes are contracted.
       out_dtype: of the result; None keeps that of `x`.
 
@@ -82,95 +103,125 @@ def project(
     """
     leading, out, inner = x.shape[:-in_axes], weight.shape[:-in_axes], weight.shape[-in_axes:]
     # One plain matrix product: XLA's CPU backend copies a weight of three axes into another layout at each call.
-    size = math.prod(inner)
-    x, out_dtype = x.reshape(-1, size), out_dtype or x.dtype
-    if isinstance(weight, ObservedMatrix):
-        jax.debug.callback(weight.report, weight.number, x)
-        weight = weight.matrix
-    if isinstance(weight, PackedMatrix):
-        if x.shape[0] <= few_rows.MAX_ROWS:
-            packed = few_rows.few_rows_matmul(x, weight.tiles, weight.scale, weight.offset)
-            return packed.astype(out_dtype).reshape(*leading, *out)
-        weight = weight.matrix
-    if isinstance(weight, QuantizedTensor):
-        result = quantized_matmul(
-            x,
-            weight.qvalue.reshape(-1, size),
-            weight.scale,
-            w8a8=weight.w8a8,
-            out_dtype=out_dtype,
-            implementation="xla",
-        )
+    x, out_dtype = x.reshape(-1, math.prod(inner)), out_dtype or x.dtype
+    matrix = _plain(weight, x.shape[0])
+    if matrix is None:
+        result = weight.matmul(x, out_dtype)
     else:
-        weight = weight.reshape(-1, size).astype(x.dtype)
-        if x.shape[0] == 1 and x.dtype == jnp.bfloat16:
-            result = jax.lax.platform_dependent(x, weight, cpu=few_rows.one_row_matmul, default=_dot)
-        else:
-            result = _dot(x, weight)
-        result = result.astype(out_dtype)
+        matrix = matrix.reshape(-1, x.shape[1]).astype(x.dtype)
+        result = dense_matmul(x, matrix, out_dtype=out_dtype, implementation=kernels.matmul)
     return result.reshape(*leading, *out)
 
 
-def plain_matrix(weight: Any, num_rows: int) -> jax.Array | None:
-    """The array that `project` multiplies so many rows by as it is, or None: it multiplies in another way."""
-    if isinstance(weight, PackedMatrix) and num_rows > few_rows.MAX_ROWS:
-        return weight.matrix
-    return None if isinstance(weight, (QuantizedTensor, PackedMatrix, ObservedMatrix)) else weight
+def factor(weight: Any, x: jax.Array) -> Matrix:
+    """A weight leaf [F, D] as the kernel of the gated MLP takes it for x [T, D]: an array, or what multiplies."""
+    matrix = _plain(weight, x.shape[0])
+    return weight.matmul if matrix is None else matrix.astype(x.dtype)
 
 
-def _dot(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """x [T, D] times the transposed weight [F, D]: f32[T, F]."""
-    return jax.lax.dot_general(x, weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+def take(weight: Any, ids: jax.Array) -> jax.Array:
+    """Rows `ids` i32[T] of an embedding leaf `[V, D]`: [T, D]."""
+    return _rows(weight, ids) if _is_array(weight) else weight.rows(ids)
 
 
-def take(weight: jax.Array | PackedMatrix, ids: jax.Array) -> jax.Array:
-    """Rows `ids` i32[T] of an embedding `[V, D]`: [T, D]."""
-    if isinstance(weight, PackedMatrix):
-        weight = weight.matrix
-    return jnp.take(weight, ids, axis=0, mode="clip")
+def _plain(weight: Any, num_rows: int) -> jax.Array | None:
+    """The array by which a leaf multiplies so many rows, or None: it has its own way."""
+    return weight if _is_array(weight) else weight.plain(num_rows)
 
 
-def quantize(weights: Any, logical_axes: Any, w8a8: str) -> Any:
+def _is_array(weight: Any) -> bool:
+    return isinstance(weight, (jax.Array, np.ndarray))
+
+
+def _rows(matrix: jax.Array, ids: jax.Array) -> jax.Array:
+    return jnp.take(matrix, ids, axis=0, mode="clip")
+
+
+def quantize(weights: Any, logical_axes: Any, activations: str | None, implementation: str) -> Any:
     """The weights tree with a QuantizedTensor for each matrix of a layer.
 
     Args:
       weights: a tree of arrays, or of their shapes under jax.eval_shape.
       logical_axes: the model file's, of the same structure.
-      w8a8: see `quantize_leaf`.
+      activations, implementation: of the QuantizedTensors.
     """
-    return jax.tree.map(
-        lambda axes, weight: quantize_leaf(axes, weight, w8a8), logical_axes, weights, is_leaf=is_axes
-    )
+
+    def in_form(axes: tuple[str, ...], weight: jax.Array) -> jax.Array | QuantizedTensor:
+        return quantize_leaf(axes, weight, activations, implementation)
+
+    return jax.tree.map(in_form, logical_axes, weights, is_leaf=is_axes)
 
 
 def quantize_leaf(
     axes: tuple[str, ...],
     weight: jax.Array,
-    w8a8: str,
+    activations: str | None,
+    implementation: str,
     in_factor: jax.Array | None = None,
     out_factor: jax.Array | None = None,
 ) -> jax.Array | QuantizedTensor:
     """A matrix times its factors, rounded to the nearest of 255 codes per output; other leaves only times theirs.
 
     Args:
-      axes: the names of its axes. A matrix of a layer has two or more, one of them "embed"; the tables of the
-        vocabulary stay too, which is half of the loss without factors (log/w8a8-quality.md).
+      axes: the names of its axes.
       weight: the leaf, output axes first.
-      w8a8: what products are computed in, "int8" or "bfloat16" (see quantized_matmul).
+      activations, implementation: of the QuantizedTensor.
       in_factor: f32[D], of the inputs of a matrix (see smoothing.py); None: 1.
       out_factor: f32[F], of the outputs of a matrix, or of a vector; None: 1.
     """
-    if len(axes) < 2 or "embed" not in axes or "vocab" in axes:
+    in_axes = num_in_axes(axes)
+    if in_axes is None:
         return weight if out_factor is None else weight * out_factor
-    qvalue, scale = _int8_codes(weight, in_factor, len(axes) - 1 if axes[0] == "embed" else 1)
+    qvalue, scale = _int8_codes(weight, in_factor, in_axes)
     if out_factor is not None:
         scale = scale * out_factor[:, None]
-    return QuantizedTensor(qvalue=qvalue, scale=scale, w8a8=w8a8)
+    return QuantizedTensor(
+        qvalue=qvalue,
+        scale=scale,
+        offset=None,
+        perm=None,
+        shape=weight.shape,
+        group=qvalue.shape[1],
+        activations=activations,
+        implementation=implementation,
+    )
 
 
-def pack(matrix: jax.Array, codes: jax.Array, scale: jax.Array, offset: jax.Array | None) -> PackedMatrix:
-    """A PackedMatrix from blocks as a file has them: codes [F, G, 32 or 16], scale and offset [F, G]."""
-    return PackedMatrix(matrix, few_rows.pack(codes), scale.T, None if offset is None else offset.T)
+def num_in_axes(axes: tuple[str, ...]) -> int | None:
+    """How many of a leaf's last axes a product contracts, where it is a matrix that `quantize` changes; else None.
+
+    A matrix of a layer has two axes or more, one of them "embed". The tables of the vocabulary stay as they are, which
+    is half of the loss without factors (log/w8a8-quality.md).
+    """
+    if len(axes) < 2 or "embed" not in axes or "vocab" in axes:
+        return None
+    return len(axes) - 1 if axes[0] == "embed" else 1
+
+
+def matrix_shape(axes: tuple[str, ...], shape: tuple[int, ...]) -> tuple[int, int] | None:
+    """(F, D), outputs and inputs, of a leaf that `quantize` changes; None of all others."""
+    in_axes = num_in_axes(axes)
+    return None if in_axes is None else (math.prod(shape[:-in_axes]), math.prod(shape[-in_axes:]))
+
+
+def pack(matrix: jax.Array, codes: jax.Array, scale: jax.Array, offset: jax.Array | None) -> QuantizedTensor:
+    """A matrix beside the blocks of codes that a file has it in, for a CPU.
+
+    Args:
+      matrix: the values [*out, *in].
+      codes: int8 [F, G, 32] or uint8 [F, G, 16], see cpu_blocks.
+      scale, offset: f16[F, G]; offset may be None.
+    """
+    return QuantizedTensor(
+        qvalue=cpu_blocks.BlockedMatrix(matrix, cpu_blocks.in_tiles(codes)),
+        scale=scale.T,
+        offset=None if offset is None else offset.T,
+        perm=None,
+        shape=matrix.shape,
+        group=cpu_blocks.BLOCK,
+        activations=None,
+        implementation="cpu",
+    )
 
 
 def is_axes(node: Any) -> bool:
@@ -180,10 +231,10 @@ def is_axes(node: Any) -> bool:
 
 @partial(jax.jit, static_argnums=2)
 def _int8_codes(weight: jax.Array, in_factor: jax.Array | None, in_axes: int) -> tuple[jax.Array, jax.Array]:
-    """int8 codes of the weight's shape, and f32[F, 1]."""
+    """int8[F, D] codes, and f32[F, 1]."""
     matrix = weight.reshape(-1, math.prod(weight.shape[-in_axes:])).astype(jnp.float32)
     if in_factor is not None:
         matrix = matrix * in_factor
     peak = jnp.max(jnp.abs(matrix), axis=1, keepdims=True)
     scale = jnp.where(peak > 0, peak / 127, 1.0)
-    return jnp.round(matrix / scale).astype(jnp.int8).reshape(weight.shape), scale
+    return jnp.round(matrix / scale).astype(jnp.int8), scale

@@ -125,6 +125,7 @@ def resolve(
     config = model.config
     if not model.weights_given:
         config = replace(config, dtype=defaults.dtype(options.dtype, device.platform))
+    config = replace(config, kernels=defaults.kernels(device))
     longest = config.max_position_embeddings
     max_model_len = longest if options.max_model_len is None else options.max_model_len
     if max_model_len > longest:
@@ -195,6 +196,6 @@ def _weight_form(
         raise ValueError(f"quantize={options.quantize!r} works with dtype float32 or bfloat16, not float16")
     products = defaults.products(device)
     smooth = device.platform == "cpu" and hasattr(model.module, "SMOOTHED")
-    matmul = defaults.matmul(device)
+    matmul = defaults.quantized_matmul(device, weight_forms.matrix_shapes(model, config))
     choices |= {"products in int8": products, "kernels of them": matmul}
     return WeightForm(options.quantize, products.value, smooth, matmul=matmul.value), choices

@@ -7,7 +7,7 @@ matrix that writes the channel, so it costs nothing in a step. Which channels ar
 itself draws (as LLM-QAT, arXiv:2305.17888): no data is needed, and equal weights get equal factors.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -15,15 +15,37 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 
 from jaxinfer import batch as batches
 from jaxinfer import kv_cache as kv
 from jaxinfer import quantization
 from jaxinfer.checkpoints.loading import named_leaves
-from jaxinfer.quantization import ObservedMatrix
+from jaxinfer.pallas_kernels.dense_matmul import dense_matmul
 
 ROWS, STEPS = 32, 24  # sequences that are drawn, and their tokens
 FLOOR = 1e-2  # a channel counts as at least this part of the mean one: it was not seen at its largest
+
+
+@struct.dataclass
+class _Observed:
+    """A matrix as a leaf that reports what it multiplies."""
+
+    matrix: jax.Array  # [*out, *in]
+    number: jax.Array  # i32[]
+    report: Callable[[jax.Array, jax.Array], None] = struct.field(pytree_node=False)  # of number and x [T, D]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.matrix.shape
+
+    def plain(self, num_rows: int) -> None:
+        return None
+
+    def matmul(self, x: jax.Array, out_dtype: jax.typing.DTypeLike) -> jax.Array:
+        jax.debug.callback(self.report, self.number, x)
+        matrix = self.matrix.reshape(-1, x.shape[1])
+        return dense_matmul(x, matrix, out_dtype=out_dtype, implementation="xla")
 
 
 class Factors(NamedTuple):
@@ -72,7 +94,7 @@ def _sizes(module: ModuleType, config: Any, weights: Any, names: list[str]) -> l
 
     numbers = {name: jnp.int32(i) for i, name in enumerate(names)}
     observed = [
-        ObservedMatrix(leaf, numbers[name], report) if name in numbers else leaf
+        _Observed(leaf, numbers[name], report) if name in numbers else leaf
         for name, leaf in named_leaves(weights)
     ]
     observed = jax.tree.unflatten(jax.tree.structure(weights), observed)
@@ -95,12 +117,21 @@ def _sizes(module: ModuleType, config: Any, weights: Any, names: list[str]) -> l
     return [np.sqrt(sums[i] / (ROWS * steps)) for i in range(len(names))]
 
 
-def quantize(module: ModuleType, config: Any, weights: Any, w8a8: str) -> Any:
+def quantize(
+    module: ModuleType, config: Any, weights: Any, activations: str | None, implementation: str
+) -> Any:
     """As quantization.quantize, with the channels of activations made alike first; what writes K and V stays."""
-    return apply(module, config, weights, w8a8, factors(module, config, weights))
+    return apply(module, config, weights, activations, implementation, factors(module, config, weights))
 
 
-def apply(module: ModuleType, config: Any, weights: Any, w8a8: str, found: Mapping[str, Factors]) -> Any:
+def apply(
+    module: ModuleType,
+    config: Any,
+    weights: Any,
+    activations: str | None,
+    implementation: str,
+    found: Mapping[str, Factors],
+) -> Any:
     """The weights times their factors, in the form that runs.
 
     The matrices of K and V are multiplied by their factors alone. Every query head of their group reads what they
@@ -113,7 +144,7 @@ def apply(module: ModuleType, config: Any, weights: Any, w8a8: str, found: Mappi
         inputs, outputs = found.get(name, Factors())
         if "kv_heads" in axes[name]:
             return leaf if inputs is None else (leaf * inputs).astype(leaf.dtype)
-        return quantization.quantize_leaf(axes[name], leaf, w8a8, inputs, outputs)
+        return quantization.quantize_leaf(axes[name], leaf, activations, implementation, inputs, outputs)
 
     return jax.tree.unflatten(
         jax.tree.structure(weights), [in_form(name, leaf) for name, leaf in named_leaves(weights)]

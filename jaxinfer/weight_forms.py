@@ -19,10 +19,14 @@ class WeightForm:
     """How the matrices of a model lie in memory, and which kernels multiply by them."""
 
     quantize: str | None = None  # None, or a name of quantization.FORMS
-    products: str = "int8"  # of w8a8: what products are computed in (see quantized_matmul)
+    activations: str | None = (
+        None  # of quantized matrices: what products are computed in (see QuantizedTensor)
+    )
     smooth: bool = False  # of w8a8: channels of activations are made alike first (see smoothing.py)
     packed: bool = False  # codes of the file beside the matrices that it has in blocks, for few rows
-    matmul: str = "xla"  # kernels of products with matrices that are quantized: a key of quantized_matmul
+    matmul: str = (
+        "xla"  # of quantized matrices: kernels of products, a key of quantized_matmul.IMPLEMENTATIONS
+    )
 
     @property
     def is_plain(self) -> bool:
@@ -63,6 +67,14 @@ def shapes(model: ModelFacts, config: Any, form: WeightForm) -> Any:
     return jax.tree.unflatten(structure, [packed(name, leaf) for name, leaf in leaves.items()])
 
 
+def matrix_shapes(model: ModelFacts, config: Any) -> list[tuple[int, int]]:
+    """(F, D), outputs and inputs, of each matrix that `quantize` would change."""
+    axes = dict(named_leaves(model.module.logical_axes(config), is_leaf=quantization.is_axes))
+    leaves, _ = weight_leaves(model.module, config)
+    found = (quantization.matrix_shape(axes[name], leaf.shape) for name, leaf in leaves.items())
+    return [shape for shape in found if shape is not None]
+
+
 def num_bytes(shapes: Any) -> int:
     """Bytes of all leaves of a tree of arrays or shapes."""
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes))
@@ -100,8 +112,8 @@ def _quantized(
     module: ModuleType, config: Any, weights: Any, form: WeightForm, factors: Mapping[str, Any]
 ) -> Any:
     if form.smooth:
-        return smoothing.apply(module, config, weights, form.products, factors)
-    return quantization.quantize(weights, module.logical_axes(config), form.products)
+        return smoothing.apply(module, config, weights, form.activations, form.matmul, factors)
+    return quantization.quantize(weights, module.logical_axes(config), form.activations, form.matmul)
 
 
 def _transform(model: ModelFacts, config: Any, form: WeightForm) -> Transform:
@@ -110,7 +122,7 @@ def _transform(model: ModelFacts, config: Any, form: WeightForm) -> Transform:
 
     def transform(name: str, leaf: jax.Array, source: TensorSource | None) -> Any:
         if form.quantize is not None:
-            return quantization.quantize_leaf(axes[name], leaf, form.products)
+            return quantization.quantize_leaf(axes[name], leaf, form.activations, form.matmul)
         if not form.packed or source is None or source.read_blocks is None:
             return leaf
         blocks = source.read_blocks()

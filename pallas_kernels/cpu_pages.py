@@ -17,6 +17,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.buffer_callback import buffer_callback
 
 IMPLEMENTATIONS = ("cpu", "cpu_invariant")  # that take this layout
 LANES = 128  # of a row
@@ -26,6 +27,11 @@ def page_shape(num_pages: int, num_kv_heads: int, page_size: int, head_dim: int)
     """Of the pages of one layer in the CPU layout."""
     lanes = math.gcd(page_size * head_dim, LANES)
     return (num_pages, 2, num_kv_heads, page_size * head_dim // lanes, lanes)
+
+
+def unwritten(shape: jax.ShapeDtypeStruct) -> jax.Array:
+    """An array of this shape that nothing writes: it takes no time, and no resident memory until something does."""
+    return buffer_callback(lambda context, array: None, shape)()
 
 
 def check_shape(

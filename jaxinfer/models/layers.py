@@ -5,7 +5,6 @@ Shape letters: T tokens, D embed_dim, N query heads, K KV heads, H head_dim, F m
 
 import math
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -13,11 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer import quantization
-
-# Where `gated_mlp` has a token per column, on CPU in bfloat16 (log/cpu-products.md): with a multiple of so many tokens,
-# whole blocks of the library's products, and with matrices of at most so many weights, which stay in the cache while
-# blocks of tokens come by.
-COLUMNS, COLUMNS_SIZE = 64, 2 << 20
+from jaxinfer.pallas_kernels.gated_mlp import gated_mlp as kernel_of_gated_mlp
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
@@ -76,89 +71,36 @@ def rope_frequencies(rope: RopeConfig) -> np.ndarray:
 def rope_table(rope: RopeConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(cos, sin), each f32[T, H / 2], of positions i32[T]. Made once per step, read by all layers."""
     angles = positions.astype(jnp.float32)[:, None] * rope_frequencies(rope)
-    table = jnp.cos(angles), jnp.sin(angles)
     # XLA:CPU would compute both again in each fusion that reads them: for every head of every layer.
-    return jax.lax.platform_dependent(*table, cpu=_keep, default=lambda *table: table)
-
-
-def _keep(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-    return jax.lax.optimization_barrier(arrays)
+    return jax.lax.optimization_barrier((jnp.cos(angles), jnp.sin(angles)))
 
 
 def apply_rope(x: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
     """Rotate x [T, heads, H] by `table`; pairs are (i, i + H / 2), as Hugging Face checkpoints have them."""
-    # XLA:CPU writes the halves, what joins them, and that rounded, each to memory: there the halves are rounded before.
-    return jax.lax.platform_dependent(
-        x,
-        *table,
-        cpu=partial(_rotate, halves_dtype=x.dtype),
-        default=partial(_rotate, halves_dtype=jnp.float32),
-    )
-
-
-def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, halves_dtype: Any) -> jax.Array:
-    cos, sin = cos[:, None, :], sin[:, None, :]
+    cos, sin = (part[:, None, :] for part in table)
     low, high = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     halves = low * cos - high * sin, high * cos + low * sin
-    return jnp.concatenate([half.astype(halves_dtype) for half in halves], axis=-1).astype(x.dtype)
+    # Rounded before they are joined: XLA:CPU writes the halves, what joins them, and that rounded, each to memory.
+    return jnp.concatenate([half.astype(x.dtype) for half in halves], axis=-1)
 
 
-def project_heads(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+def project_heads(
+    x: jax.Array, weight: Any, bias: jax.Array | None = None, *, kernels: quantization.Kernels
+) -> jax.Array:
     """Project x [T, D] to heads by a weight leaf [heads, H, D]: [T, heads, H]. bias: f32[heads, H]."""
-    out = quantization.project(x, weight)
+    out = quantization.project(x, weight, kernels=kernels)
     return out if bias is None else (out + bias).astype(x.dtype)
 
 
-def merge_heads(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+def merge_heads(
+    x: jax.Array, weight: Any, bias: jax.Array | None = None, *, kernels: quantization.Kernels
+) -> jax.Array:
     """Project heads x [T, N, H] by a weight leaf [D, N, H]: [T, D]. bias: f32[D] or None."""
-    out = quantization.project(x, weight, in_axes=2)
+    out = quantization.project(x, weight, in_axes=2, kernels=kernels)
     return out if bias is None else (out + bias).astype(x.dtype)
 
 
-def gated_mlp(x: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
-    """SwiGLU (Shazeer, 2020): down(silu(gate(x)) * up(x)).
-
-    Args:
-      x: [T, D].
-      gate, up: weight leaves [F, D].
-      down: weight leaf [D, F].
-    """
-    plain = [quantization.plain_matrix(weight, x.shape[0]) for weight in (gate, up, down)]
-    if (
-        x.shape[0] % COLUMNS == 0
-        and x.dtype == jnp.bfloat16
-        and all(
-            matrix is not None and matrix.dtype == x.dtype and matrix.size <= COLUMNS_SIZE for matrix in plain
-        )
-    ):
-        return jax.lax.platform_dependent(x, *plain, cpu=_gated_mlp_of_columns, default=_gated_mlp)
-    return _gated_mlp(x, gate, up, down)
-
-
-def _gated_mlp(x: jax.Array, gate: Any, up: Any, down: Any) -> jax.Array:
-    halves = (quantization.project(x, weight, out_dtype=jnp.float32) for weight in (gate, up))
-    # XLA:CPU rounds to bfloat16 after each operation of silu, in several instructions: there it is all in float32.
-    hidden = jax.lax.platform_dependent(
-        *halves,
-        cpu=partial(_gated, compute_dtype=jnp.float32, out_dtype=x.dtype),
-        default=partial(_gated, compute_dtype=x.dtype, out_dtype=x.dtype),
-    )
-    return quantization.project(hidden, down)
-
-
-def _gated_mlp_of_columns(x: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
-    """The same with a token per column in between, from plain matrices.
-
-    XLA:CPU's products bring their second operand into another order first, which costs less for x than for a weight.
-    """
-    dot = partial(jax.lax.dot_general, preferred_element_type=jnp.float32)
-    gate, up = (dot(weight, x, (((1,), (1,)), ((), ()))) for weight in (gate, up))  # f32[F, T]
-    hidden = _gated(gate, up, compute_dtype=jnp.float32, out_dtype=x.dtype)
-    out = dot(down, hidden, (((1,), (0,)), ((), ())))  # f32[D, T]
-    # Without the barrier XLA turns the product around again.
-    return jax.lax.optimization_barrier(out).T.astype(x.dtype)
-
-
-def _gated(gate: jax.Array, up: jax.Array, compute_dtype: Any, out_dtype: Any) -> jax.Array:
-    gate, up = gate.astype(compute_dtype), up.astype(compute_dtype)
-    return (jax.nn.silu(gate) * up).astype(out_dtype)
+def gated_mlp(x: jax.Array, gate: Any, up: Any, down: Any, *, kernels: quantization.Kernels) -> jax.Array:
+    """SwiGLU of x [T, D] by weight leaves gate and up [F, D] and down [D, F]: [T, D]; see the kernel's docstring."""
+    factors = (quantization.factor(weight, x) for weight in (gate, up, down))
+    return kernel_of_gated_mlp(x, *factors, implementation=kernels.gated_mlp)

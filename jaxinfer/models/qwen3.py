@@ -41,6 +41,7 @@ class Config:
     attention_bias: bool
     max_position_embeddings: int
     dtype: str = "float32"  # of matrices and activations
+    kernels: quantization.Kernels = quantization.XLA  # that multiply by plain matrices
 
     @staticmethod
     def from_hf(hf: dict[str, Any], dtype: str = "float32") -> "Config":
@@ -220,9 +221,9 @@ def forward(
 def _before_attention(config: Config, w: LayerWeights, x, rope, batch: StepBatch):
     def of(x, rope):
         y = layers.rms_norm(x, w.attn_norm, config.rms_norm_eps)
-        q = layers.project_heads(y, w.q_proj, w.q_bias)  # [T, N, H]
-        k = layers.project_heads(y, w.k_proj, w.k_bias)  # [T, K, H]
-        v = layers.project_heads(y, w.v_proj, w.v_bias)
+        q = layers.project_heads(y, w.q_proj, w.q_bias, kernels=config.kernels)  # [T, N, H]
+        k = layers.project_heads(y, w.k_proj, w.k_bias, kernels=config.kernels)  # [T, K, H]
+        v = layers.project_heads(y, w.v_proj, w.v_bias, kernels=config.kernels)
         q = layers.apply_rope(layers.rms_norm(q, w.q_norm, config.rms_norm_eps), rope)
         k = layers.apply_rope(layers.rms_norm(k, w.k_norm, config.rms_norm_eps), rope)
         return q, k, v
@@ -232,9 +233,9 @@ def _before_attention(config: Config, w: LayerWeights, x, rope, batch: StepBatch
 
 def _after_attention(config: Config, w: LayerWeights, x, out, batch: StepBatch):
     def of(x, out):
-        x = x + layers.merge_heads(out, w.o_proj, w.o_bias)
+        x = x + layers.merge_heads(out, w.o_proj, w.o_bias, kernels=config.kernels)
         y = layers.rms_norm(x, w.mlp_norm, config.rms_norm_eps)
-        return x + layers.gated_mlp(y, w.gate_proj, w.up_proj, w.down_proj)
+        return x + layers.gated_mlp(y, w.gate_proj, w.up_proj, w.down_proj, kernels=config.kernels)
 
     return batch.per_token(of, x, out)
 
@@ -242,4 +243,4 @@ def _after_attention(config: Config, w: LayerWeights, x, out, batch: StepBatch):
 def unembed(config: Config, weights: Weights, x: jax.Array) -> jax.Array:
     """Logits f32[B, V] of hidden states x [B, D]."""
     table = weights.embed if config.tie_word_embeddings else weights.unembed
-    return quantization.project(x, table, out_dtype=jnp.float32)
+    return quantization.project(x, table, out_dtype=jnp.float32, kernels=config.kernels)

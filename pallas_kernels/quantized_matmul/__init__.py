@@ -10,11 +10,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxinfer.pallas_kernels.contract import check_array, load
+from jaxinfer.pallas_kernels.quantized_matmul.cpu_blocks import BLOCK, BlockedMatrix
 
 # implementation -> the module that holds a function `quantized_matmul` of the signature below, less `implementation`
 IMPLEMENTATIONS = {
     "reference": "jaxinfer.pallas_kernels.quantized_matmul.reference",  # the whole weight in float32: the truth
-    "xla": "jaxinfer.pallas_kernels.quantized_matmul.xla",  # the production path on CPU
+    "xla": "jaxinfer.pallas_kernels.quantized_matmul.xla",  # runs anywhere
+    "cpu": "jaxinfer.pallas_kernels.quantized_matmul.cpu",  # the production path on CPU
     "tpu": "jaxinfer.pallas_kernels.quantized_matmul.tpu",  # Pallas Mosaic TPU
     "gpu": "jaxinfer.pallas_kernels.quantized_matmul.gpu",  # Pallas Mosaic GPU
 }
@@ -25,7 +27,7 @@ FLOAT_DTYPES = (jnp.float32, jnp.bfloat16)
 
 def quantized_matmul(
     x: jax.Array,
-    qvalue: jax.Array,
+    qvalue: jax.Array | BlockedMatrix,
     scale: jax.Array,
     offset: jax.Array | None = None,
     *,
@@ -40,9 +42,11 @@ def quantized_matmul(
 
     Args:
         x: [T, D], float32 or bfloat16.
-        qvalue: int8 or int4 [F, D], stored as published, outputs first.
-        scale: f32[F, G]. G is 1 (per channel) or D / group for a group of 32, 64 or 128.
-        offset: f32[F, G] where G is not 1, or None: no offset.
+        qvalue: int8 or int4 [F, D], stored as published, outputs first. "cpu" also takes a BlockedMatrix, which has a
+            group of 32.
+        scale: f32[F, G]. G is 1 (per channel) or D / group for a group of 32, 64 or 128. Of a BlockedMatrix [G, F] in
+            float16 or float32.
+        offset: like scale where G is not 1, or None: no offset.
         w8a8: None, or quantize each row of x to int8 by its largest absolute value / 127 and multiply int8 by int8:
             "int8" accumulates exactly in int32, "bfloat16" widens both to bfloat16 (exactly) and accumulates in
             float32, for chips without int8 products. `tuning.w8a8_products` knows which chip has them; a kernel
@@ -58,8 +62,11 @@ def quantized_matmul(
         NotImplementedError: the implementation does not have this combination, or is not part of this build.
     """
     out_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
-    _validate(x, qvalue, scale, offset, out_dtype)
-    _validate_w8a8(w8a8, qvalue, scale)
+    if isinstance(qvalue, BlockedMatrix):
+        _validate_blocked(qvalue, x, w8a8, implementation)
+    else:
+        _validate(x, qvalue, scale, offset, out_dtype)
+        _validate_w8a8(w8a8, qvalue, scale)
     return load("quantized_matmul", IMPLEMENTATIONS, implementation)(
         x, qvalue, scale, offset, w8a8=w8a8, out_dtype=out_dtype
     )
@@ -102,4 +109,22 @@ def _validate_w8a8(w8a8: str | None, qvalue: jax.Array, scale: jax.Array) -> Non
         raise ValueError(
             f"w8a8 needs int8 weights with one scale per output, but qvalue is {qvalue.dtype} and scale "
             f"{list(scale.shape)}: quantize the weights so, or pass w8a8=None"
+        )
+
+
+def _validate_blocked(qvalue: BlockedMatrix, x: jax.Array, w8a8: str | None, implementation: str) -> None:
+    if implementation != "cpu" or w8a8 is not None:
+        raise ValueError(
+            f"qvalue is a BlockedMatrix, which implementation 'cpu' multiplies with w8a8=None, not "
+            f"{implementation!r} with w8a8={w8a8!r}"
+        )
+    num_groups, num_tiles, _, size = qvalue.tiles.shape
+    if qvalue.matrix.size != num_groups * BLOCK * num_tiles * size:
+        raise ValueError(
+            f"the matrix {list(qvalue.matrix.shape)} has another number of values than its tiles "
+            f"{list(qvalue.tiles.shape)} have codes"
+        )
+    if x.ndim != 2 or x.shape[1] != num_groups * BLOCK:
+        raise ValueError(
+            f"x is {list(x.shape)} but must be [T, {num_groups * BLOCK}]: {BLOCK} inputs per block"
         )

@@ -1,7 +1,7 @@
 """What one call of quantized_matmul costs at the shapes of real models, beside what it must cost.
 
     python -m jaxinfer.pallas_kernels.quantized_matmul.bench \
-        [--implementation xla] [--weights smollm2_gate,...] [--rows 1,64]
+        [--implementation cpu] [--weights smollm2_gate,...] [--rows 1,64]
 
 First a card per case: the bytes that must move (each array once), the FLOPs, and the time that the larger of them takes
 at the given limits; with --card nothing more. Then times: all forms of a shape in turn, in one process, so that their
@@ -104,7 +104,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--implementation", default="xla")
+    parser.add_argument("--implementation", default="cpu")
     parser.add_argument("--weights", default="smollm2_q,smollm2_gate,smollm2_down,llama3_8b_q")
     parser.add_argument("--rows", default="1,8,64,512")
     parser.add_argument("--forms", default=",".join([PLAIN, *FORMS]))

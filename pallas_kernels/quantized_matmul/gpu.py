@@ -20,12 +20,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxinfer.pallas_kernels import mosaic_gpu
-from jaxinfer.pallas_kernels.quantized_matmul import tuning
+from jaxinfer.pallas_kernels.quantized_matmul import gpu_schedule, tuning
 from jaxinfer.pallas_kernels.quantized_matmul.costs import estimate
 from jaxinfer.pallas_kernels.quantized_matmul.gpu_schedule import (
     BLOCK_F,
     CHUNK,
     COMPUTE_WARPGROUPS,
+    ELSE,
     WGMMA_ROWS,
     Blocks,
     Schedule,
@@ -36,8 +37,6 @@ from jaxinfer.pallas_kernels.quantized_matmul.reference import quantize_rows
 # Registers per thread: 2 x 128 x 232 + 128 x 40 fill the 64 K registers of an SM.
 COMPUTE_REGISTERS, FETCH_REGISTERS = 232, 40
 TILE_ROWS = 8  # of a swizzled buffer
-SWIZZLE_RUN = 64  # inputs: the shortest run of a swizzle, 32 bytes, of int4
-ELSE = "use implementation='xla'"
 
 
 def quantized_matmul(
@@ -74,16 +73,9 @@ def refusal(
     x: jax.Array, qvalue: jax.Array, w8a8: str | None, compute_capability: tuple[int, int]
 ) -> str | None:
     """Why this combination has no GPU kernel and what would work, or None."""
-    out_dim, in_dim = qvalue.shape
-    if compute_capability[0] != 9:
-        return f"WGMMA exists on compute capability 9.0 only, not {compute_capability}: {ELSE}"
     if x.dtype != jnp.bfloat16 and w8a8 is None:
         return f"x is {x.dtype}, but WGMMA multiplies bfloat16: cast x, or {ELSE}"
-    if in_dim % SWIZZLE_RUN:
-        return f"D {in_dim} is no multiple of {SWIZZLE_RUN}: {ELSE}"
-    if out_dim % WGMMA_ROWS:
-        return f"F {out_dim} is no multiple of {WGMMA_ROWS}: pad the weight, or {ELSE}"
-    return None
+    return gpu_schedule.refusal(qvalue.shape[0], qvalue.shape[1], compute_capability)
 
 
 def schedule_of(

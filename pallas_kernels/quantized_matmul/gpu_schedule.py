@@ -11,7 +11,20 @@ from jaxinfer.pallas_kernels.quantized_matmul.costs import Cost, Product, bits
 COMPUTE_WARPGROUPS = 2
 WGMMA_ROWS = 64  # outputs of one warpgroup
 BLOCK_F = COMPUTE_WARPGROUPS * WGMMA_ROWS
+SWIZZLE_RUN = 64  # inputs: the shortest run of a swizzle, 32 bytes, of int4
 CHUNK = 128  # inputs that are widened in registers at once; whole groups
+ELSE = "use implementation='xla'"
+
+
+def refusal(out_dim: int, in_dim: int, compute_capability: tuple[int, int]) -> str | None:
+    """Why the kernel does not take a weight [F, D] on such a GPU, and what would work; or None."""
+    if compute_capability[0] != 9:
+        return f"WGMMA exists on compute capability 9.0 only, not {compute_capability}: {ELSE}"
+    if in_dim % SWIZZLE_RUN:
+        return f"D {in_dim} is no multiple of {SWIZZLE_RUN}: {ELSE}"
+    if out_dim % WGMMA_ROWS:
+        return f"F {out_dim} is no multiple of {WGMMA_ROWS}: pad the weight, or {ELSE}"
+    return None
 
 
 class Blocks(NamedTuple):

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxinfer.pallas_kernels import cpu_pages
-from jaxinfer.pallas_kernels.quantized_matmul.few_rows import MORE_AXES
+from jaxinfer.pallas_kernels.cpu_sums import MORE_AXES
 
 CHUNK_TOKENS = 4096  # kv tokens of one turn of the decode loop, with many rows
 ROW_TOKENS = 256  # of these at most per decode row

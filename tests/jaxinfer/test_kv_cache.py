@@ -49,7 +49,7 @@ from jaxinfer import kv_cache as kv
 def resident_bytes():
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
-spec = kv.KVCacheSpec(num_layers=2, num_kv_heads=4, head_dim=64, page_size=64, num_pages=1024)
+spec = kv.KVCacheSpec(2, num_kv_heads=4, head_dim=64, page_size=64, num_pages=1024, implementation="cpu")
 init = jax.jit(partial(kv.init, spec))
 write = jax.jit(lambda cache: cache.replace(pages=tuple(page.at[...].set(1) for page in cache.pages)))
 before = resident_bytes()
@@ -62,7 +62,7 @@ assert all((page == 1).all() for page in written.pages)
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the system does not tell resident memory")
-def test_pages_on_a_cpu_become_resident_as_they_are_written():
+def test_pages_of_the_cpus_kernels_become_resident_as_they_are_written():
     # In a process of its own: one that ran other tests has freed memory at hand, which is resident already.
     run = subprocess.run([sys.executable, "-c", RESIDENT_PAGES], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr

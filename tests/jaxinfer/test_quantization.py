@@ -4,6 +4,7 @@ The int32 sums of w8a8 are exact, so the oracle in float64 differs by the roundi
 a few units of 2**-24, relative.
 """
 
+import math
 import re
 
 import jax
@@ -14,7 +15,7 @@ from engines import load
 
 from jaxinfer import quantization
 from jaxinfer.llm import LLM
-from jaxinfer.quantization import QuantizedTensor, quantize_leaf
+from jaxinfer.quantization import XLA, QuantizedTensor, quantize_leaf
 from jaxinfer.request import SamplingParams
 
 RELATIVE = 2.0**-21
@@ -41,29 +42,32 @@ def test_codes_are_the_nearest_with_one_scale_per_output(name):
     axes, shape, in_axes = AXES[name]
     weight = random(shape)
     weight[0] = 0  # an output without weight must not divide by zero
-    tensor = quantize_leaf(axes, jnp.asarray(weight), "int8")
+    tensor = quantize_leaf(axes, jnp.asarray(weight), "int8", "cpu")
     scale = np.asarray(tensor.scale).reshape(codes_of(weight, in_axes)[1].shape)
-    assert tensor.qvalue.dtype == jnp.int8 and tensor.shape == shape
+    assert (
+        tensor.qvalue.dtype == jnp.int8 and tensor.shape == shape and tensor.group == tensor.qvalue.shape[1]
+    )
     np.testing.assert_allclose(
         scale, codes_of(weight, in_axes)[1], rtol=2.0**-23
     )  # XLA multiplies by 1 / 127
-    np.testing.assert_array_equal(tensor.qvalue, np.rint(weight / scale))
+    np.testing.assert_array_equal(tensor.qvalue.reshape(shape), np.rint(weight / scale))
 
 
 @pytest.mark.parametrize("axes", [("embed",), ("head",), ("q_heads", "head"), ("vocab", "embed")])
 def test_norms_biases_and_tables_stay(axes):
     leaf = jnp.ones((2,) * len(axes))
-    assert quantize_leaf(axes, leaf, "int8") is leaf
+    assert quantize_leaf(axes, leaf, "int8", "cpu") is leaf
 
 
 @pytest.mark.parametrize("name", AXES)
-@pytest.mark.parametrize("w8a8", ["int8", "bfloat16"])
-def test_products_are_those_of_the_codes(name, w8a8):
+@pytest.mark.parametrize("activations", ["int8", "bfloat16"])
+@pytest.mark.parametrize("implementation", ["reference", "xla", "cpu"])
+def test_products_are_those_of_the_codes(name, activations, implementation):
     axes, shape, in_axes = AXES[name]
     weight, inner = random(shape, 1), shape[-len(in_axes) :]
     x = random((5, *inner), 2)
-    tensor = quantize_leaf(axes, jnp.asarray(weight), w8a8)
-    got = quantization.project(jnp.asarray(x), tensor, in_axes=len(in_axes))
+    tensor = quantize_leaf(axes, jnp.asarray(weight), activations, implementation)
+    got = quantization.project(jnp.asarray(x), tensor, in_axes=len(in_axes), kernels=XLA)
     codes, scale = np.asarray(tensor.qvalue), np.asarray(tensor.scale)
     x_codes, x_scale = codes_of(x.reshape(5, -1), (1,))
     sums = x_codes.astype(np.float64) @ codes.reshape(-1, x_codes.shape[1]).T
@@ -73,25 +77,58 @@ def test_products_are_those_of_the_codes(name, w8a8):
 
 def test_products_of_one_input_quantize_it_once():
     """XLA finds the equal parts of q, k and v, and of gate and up: `project` need not be told."""
-    tensors = [quantize_leaf(("mlp", "embed"), jnp.asarray(random((40, 24), i)), "int8") for i in range(3)]
+    tensors = [
+        quantize_leaf(("mlp", "embed"), jnp.asarray(random((40, 24), i)), "int8", "cpu") for i in range(3)
+    ]
     x = jnp.asarray(random((5, 24), 4))
     compiled = (
-        jax.jit(lambda x, tensors: [quantization.project(x, t) for t in tensors]).lower(x, tensors).compile()
+        jax.jit(lambda x, tensors: [quantization.project(x, t, kernels=XLA) for t in tensors])
+        .lower(x, tensors)
+        .compile()
     )
     assert len(re.findall(r"= s8\[5,24\]\S* convert\(", compiled.as_text())) == 1
 
 
-@pytest.mark.parametrize("size", [300, 576, 1536, 64 * 37])
-@pytest.mark.parametrize("rows", [1, 2])
-def test_products_of_one_row_of_bfloat16_are_those_of_many(rows, size):
-    """One row takes a way of its own on CPU. Sums of D terms in float32: D units of 2**-24 of the terms' sum."""
-    x, weight = random((rows, size), 1), random((50, size), 2)
-    x, weight = (jnp.asarray(a, jnp.bfloat16) for a in (x, weight))
-    got = quantization.project(x, weight, out_dtype=jnp.float32)
-    exact = [np.asarray(a, np.float64) for a in (x, weight)]
-    bound = size * 2.0**-24 * (np.abs(exact[0]) @ np.abs(exact[1]).T)
-    assert got.dtype == jnp.float32 and got.shape == (rows, 50)
-    assert (np.abs(got - exact[0] @ exact[1].T) <= bound).all()
+def grouped(rng, shape=(6, 2, 32), group=32):
+    """A QuantizedTensor of groups with offsets in act order, and its value in float64."""
+    outputs, inputs = shape[0], math.prod(shape[1:])
+    codes, perm = rng.integers(-8, 8, (outputs, inputs)), rng.permutation(inputs)
+    scale, offset = rng.normal(size=(2, outputs, inputs // group)).astype(np.float32)
+    stored = codes * np.repeat(scale, group, 1).astype(np.float64) + np.repeat(offset, group, 1)
+    value = np.empty_like(stored)
+    value[:, perm] = stored
+    tensor = QuantizedTensor(
+        qvalue=jnp.asarray(codes, jnp.int4), scale=jnp.asarray(scale), offset=jnp.asarray(offset),
+        perm=jnp.asarray(perm, jnp.int32), shape=shape, group=group, activations=None, implementation="reference",
+    )  # fmt: skip
+    return tensor, value
+
+
+def test_groups_with_offsets_in_act_order_are_the_matrix():
+    tensor, value = grouped(np.random.default_rng(0))
+    x = random((3, 2, 32))
+    got = quantization.project(jnp.asarray(x), tensor, in_axes=2, kernels=XLA)
+    np.testing.assert_allclose(got, x.reshape(3, 64) @ value.T, rtol=1e-5, atol=1e-5)
+
+
+def test_rows_of_an_embedding_in_codes_are_its_values():
+    tensor, value = grouped(np.random.default_rng(1), shape=(6, 64))
+    ids = jnp.asarray([5, 0, 0, 3])
+    np.testing.assert_allclose(quantization.take(tensor, ids), value[ids], rtol=1e-6)
+
+
+def test_the_leaf_names_the_kernel(monkeypatch):
+    """`project` asks the implementation that stands in the leaf, whatever kernels plain matrices have."""
+    asked = []
+    monkeypatch.setattr(
+        quantization,
+        "quantized_matmul",
+        lambda x, *_, implementation, **__: asked.append(implementation) or x,
+    )
+    for name in ("tpu", "gpu", "cpu"):
+        tensor = quantize_leaf(("mlp", "embed"), jnp.ones((8, 8)), "int8", name)
+        quantization.project(jnp.ones((2, 8)), tensor, kernels=XLA)
+    assert asked == ["tpu", "gpu", "cpu"]
 
 
 def open_llm(quantize, name="llama_gqa", **options):
@@ -139,6 +176,6 @@ def test_a_form_that_does_not_exist_is_refused_by_name():
 
 
 def test_a_tree_of_codes_is_a_tree_of_weights():
-    tensor = QuantizedTensor(jnp.zeros((2, 3), jnp.int8), jnp.ones((2, 1)), "int8")
+    tensor = quantize_leaf(("mlp", "embed"), jnp.zeros((2, 3)), "int8", "cpu")
     doubled = jax.tree.map(lambda x: x * 2, tensor)
-    assert doubled.w8a8 == "int8" and doubled.scale[0, 0] == 2
+    assert doubled.activations == "int8" and doubled.implementation == "cpu" and doubled.scale[0, 0] == 2

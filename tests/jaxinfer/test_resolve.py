@@ -14,12 +14,15 @@ from jaxinfer import LLM, SamplingParams, options
 from jaxinfer.cli import app
 from jaxinfer.device_facts import DeviceFacts, facts_of
 from jaxinfer.model_source import named_facts
+from jaxinfer.models import llama
 from jaxinfer.options import LLMOptions
 from jaxinfer.pallas_kernels import kv_append, ragged_paged_attention
 from jaxinfer.programs import compile_cache, saved_programs
+from jaxinfer.quantization import Kernels
 from jaxinfer.resolve import resolve
 from jaxinfer.tools.aot import build, child, targets
 from jaxinfer.tools.planner import hardware
+from jaxinfer.weight_forms import ModelFacts
 
 SIZES = {"max_num_seqs": 2, "max_num_batched_tokens": 32, "max_model_len": 64, "num_pages": 12}
 ONE_ROW = {"max_num_seqs": 1, "decode_steps": 1}
@@ -100,6 +103,30 @@ def test_plan_compiles_the_engines_programs_on_this_machine(models, monkeypatch)
     assert facts["temporaries_source"] == "compiled" and facts["temporaries_bytes"] > 0
     result = CliRunner().invoke(app, [*words, "--quantize=int8"])
     assert result.exit_code == 2 and "leave out --quantize" in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize(
+    ("device", "wide", "plain", "quantized"),
+    [
+        (DeviceFacts("tpu", "TPU v6 lite", 32 * GIB), False, "xla", "tpu"),
+        (H100, True, "xla", "gpu"),
+        (H100, False, "xla", "xla"),  # 24 inputs: the kernel wants whole runs of 64
+        (DeviceFacts("gpu", "NVIDIA B200", 180 * GIB, 0, (10, 0)), True, "xla", "xla"),
+        (DeviceFacts("cpu", "cpu", 32 * GIB), False, "cpu", "cpu"),
+    ],
+)
+def test_each_weight_has_the_kernel_of_its_device(device, wide, plain, quantized):
+    """quantized_matmul's TPU and GPU kernels were reached by no model."""
+    sizes = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
+    hf = CONFIGS["llama_gqa"] | (sizes | {"intermediate_size": 192} if wide else {})
+    model = ModelFacts(llama, llama.Config.from_hf(hf))
+    found = resolve(LLMOptions(quantize="w8a8", num_pages=12, max_num_seqs=2), model, device)
+    assert found.config.kernels == Kernels(matmul=plain, gated_mlp=plain)
+    layer = found.weights().layers[0]
+    names = ("q_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    assert {getattr(layer, name).implementation for name in names} == {quantized}
+    choice = found.choices["kernels of them"]
+    assert choice.value == quantized and choice.reason
 
 
 def test_a_kernel_of_part_of_the_engine_is_refused_at_once():

@@ -80,15 +80,15 @@ def test_large_channels_cost_next_to_nothing(kind):
     def error(quantized):
         return np.abs(logits(module, config, quantized) - exact).mean()
 
-    plain = error(quantization.quantize(weights, module.logical_axes(config), "int8"))
-    smooth = error(smoothing.quantize(module, config, weights, "int8"))
+    plain = error(quantization.quantize(weights, module.logical_axes(config), "int8", "cpu"))
+    smooth = error(smoothing.quantize(module, config, weights, "int8", "cpu"))
     assert smooth < plain / 5
 
 
 @pytest.mark.parametrize("kind", models.MODELS)
 def test_matrices_of_k_and_v_stay_in_the_dtype_of_the_weights(kind):
     module, config, weights = load(NAMES[kind])
-    layer = smoothing.apply(module, config, weights, "int8", {}).layers[0]
+    layer = smoothing.apply(module, config, weights, "int8", "cpu", {}).layers[0]
     whole = {
         name
         for name, leaf in vars(layer).items()
@@ -100,7 +100,7 @@ def test_matrices_of_k_and_v_stay_in_the_dtype_of_the_weights(kind):
 
 
 def test_equal_weights_get_equal_codes():
-    trees = [smoothing.quantize(*load("llama_gqa"), "int8") for _ in range(2)]
+    trees = [smoothing.quantize(*load("llama_gqa"), "int8", "cpu") for _ in range(2)]
     for a, b in zip(*map(jax.tree.leaves, trees), strict=True):
         np.testing.assert_array_equal(a, b)
 
@@ -110,11 +110,13 @@ def test_codes_are_of_the_matrix_times_its_factors():
     weight, inputs, outputs = (
         rng.uniform(0.5, 2, shape).astype(np.float32) for shape in ((6, 8), (8,), (6,))
     )
-    tensor = quantize_leaf(("mlp", "embed"), jnp.asarray(weight), "int8", inputs, outputs)
+    tensor = quantize_leaf(("mlp", "embed"), jnp.asarray(weight), "int8", "cpu", inputs, outputs)
     scale, want = np.asarray(tensor.scale), weight * inputs * outputs[:, None]
     np.testing.assert_allclose(scale[:, 0], np.abs(want).max(axis=1) / 127, rtol=1e-6)
     assert (np.abs(scale * tensor.qvalue - want) <= scale / 2 * (1 + 1e-5)).all()
-    np.testing.assert_array_equal(quantize_leaf(("embed",), inputs, "int8", None, inputs), inputs * inputs)
+    np.testing.assert_array_equal(
+        quantize_leaf(("embed",), inputs, "int8", "cpu", None, inputs), inputs * inputs
+    )
 
 
 def test_a_model_file_without_groups_is_quantized_as_it_is():
@@ -125,5 +127,5 @@ def test_a_model_file_without_groups_is_quantized_as_it_is():
         config=config, weights=weights, model_module=bare, quantize="w8a8", num_pages=8, max_model_len=32,
         max_num_seqs=2, max_num_batched_tokens=16, background_compile=False,
     ) as llm:  # fmt: skip
-        want = quantization.quantize(weights, module.logical_axes(config), "int8")
+        want = quantization.quantize(weights, module.logical_axes(config), "int8", "cpu")
         assert (llm.engine.weights.layers[0].q_proj.qvalue == want.layers[0].q_proj.qvalue).all()

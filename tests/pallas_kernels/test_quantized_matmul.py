@@ -1,4 +1,4 @@
-"""quantized_matmul in numpy, by the reference and in XLA; and the contract's refusals."""
+"""quantized_matmul in numpy, by the reference, in XLA and in the forms for CPUs; and the contract's refusals."""
 
 from typing import Any
 
@@ -48,7 +48,7 @@ def check(case: Case, implementation: str) -> None:
     )
 
 
-@pytest.mark.parametrize("implementation", ["reference", "xla"])
+@pytest.mark.parametrize("implementation", ["reference", "xla", "cpu"])
 @pytest.mark.parametrize("case", AWKWARD_CASES, ids=lambda case: case.name)
 def test_equals_numpy(case: Case, implementation: str) -> None:
     check(case, implementation)
@@ -61,21 +61,23 @@ def test_equals_numpy(case: Case, implementation: str) -> None:
         for case in MODEL_CASES
     ],
 )
-def test_xla_equals_numpy_at_the_shapes_of_real_models(case: Case) -> None:
+@pytest.mark.parametrize("implementation", ["xla", "cpu"])
+def test_equals_numpy_at_the_shapes_of_real_models(case: Case, implementation: str) -> None:
     """F up to 320, D up to 640, T up to 80: their last digits are what they are in the models."""
-    check(capped(case, out_dim=320, in_dim=640), "xla")
+    check(capped(case, out_dim=320, in_dim=640), implementation)
 
 
 @pytest.mark.parametrize("name", ["f32", "int4_group32_many_rows", "w8a8_many_rows"])
-def test_same_call_twice_gives_the_same_bits(name: str) -> None:
+@pytest.mark.parametrize("implementation", ["xla", "cpu"])
+def test_same_call_twice_gives_the_same_bits(name: str, implementation: str) -> None:
     inputs = make_inputs(CASES_BY_NAME[name], seed=1)
-    first, second = (np.asarray(MULTIPLY(**inputs, implementation="xla")) for _ in range(2))
+    first, second = (np.asarray(MULTIPLY(**inputs, implementation=implementation)) for _ in range(2))
     np.testing.assert_array_equal(first, second)
 
 
 def test_a_row_of_zeros_is_zero_with_quantized_activations() -> None:
     inputs = make_inputs(CASES_BY_NAME["f32_w8a8"], seed=0)
-    for implementation in ("reference", "xla"):
+    for implementation in ("reference", "xla", "cpu"):
         out = np.asarray(MULTIPLY(**inputs, implementation=implementation))
         assert (out[-1] == 0).all() and np.isfinite(out).all()
 

@@ -1,5 +1,4 @@
-"""Products of few rows for CPUs, in plain XLA; exact values, float32 sums: with a matrix in blocks of 32 codes, and of
-one row with a matrix in int8 or bfloat16.
+"""A matrix in blocks of 32 codes for CPUs, and products of few rows with it in plain XLA: exact values, float32 sums.
 
 One row reads a matrix once and computes little, so its time is that of memory: 4 or 8 bits per weight instead of 32.
 The values are those of GGUF's Q4_0, Q4_1 and Q8_0: scale * code + offset, both per output and block.
@@ -10,24 +9,31 @@ vectorizes the one over outputs, and codes, scales and sums of a block never vis
 """
 
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+from jaxinfer.pallas_kernels.cpu_sums import MORE_AXES
 
 BLOCK = 32  # inputs that share a scale
 MAX_ROWS = (
     4  # each row widens the codes anew: with 8 the plain float32 product is as fast (log/cpu-products.md)
 )
 TILE = 32  # outputs whose codes lie together: a few vector registers
-# XLA:CPU hands a sum to its library of kernels, with its operand widened in memory, if the operand has at most eight
-# axes; with nine it compiles one loop of all. So there are axes of size one.
-MORE_AXES = (1, 1, 1, 1, 1)
-# Of one row with a matrix as it is: sums that are taken side by side (their number is a multiple of it), and the most
-# terms of each: LLVM unrolls so many, and with 48 it vectorizes nothing.
-LANES, MAX_TERMS = 64, 32
 
 
-def pack(codes: jax.Array) -> jax.Array:
+class BlockedMatrix(NamedTuple):
+    """A matrix as `quantized_matmul` implementation "cpu" may have it, instead of an array of codes.
+
+    Few rows are multiplied by the codes; more than MAX_ROWS by the matrix of their values, which lies beside them.
+    """
+
+    matrix: jax.Array  # [*out, *in], F outputs and D = 32 G inputs in all
+    tiles: jax.Array  # int8 [G, F / L, 32, L] or uint8 [G, F / L, 16, L], see `few_rows_matmul`
+
+
+def in_tiles(codes: jax.Array) -> jax.Array:
     """Codes as a file has them, [F, G, P], to the tiles [G, F / L, P, L] that `few_rows_matmul` reads.
 
     P: 32 codes, or 16 pairs of them. L: TILE, or the largest smaller power of two that divides F.
@@ -100,20 +106,3 @@ def few_rows_matmul(
         result = result + totals * per_output(offset)
     # A second pass over few numbers; in one expression with the first, LLVM would not vectorize either.
     return jax.lax.optimization_barrier(result).sum(axis=0).reshape(num_tokens, num_outputs)
-
-
-def one_row_matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """x [1, D] times the transposed weight [F, D], in float32: f32[1, F].
-
-    XLA:CPU multiplies one row of bfloat16 in a plain loop, ten times as slow, and packs a matrix of int8 anew for it
-    (log/cpu-products.md). Here a weight is read once, where it lies.
-    """
-    num_outputs, size = weight.shape
-    blocks = size // LANES if size % LANES == 0 else 1
-    num_terms = max(n for n in range(1, MAX_TERMS + 1) if blocks % n == 0)
-    # Inside a loop over steps XLA would widen the weight before the loop, and so read float32 in it.
-    x, weight = jax.lax.optimization_barrier((x, weight))
-    terms = weight.reshape(1, *MORE_AXES, num_outputs, num_terms, -1).astype(jnp.float32)
-    sums = (terms * x.astype(jnp.float32).reshape(num_terms, -1)).sum(axis=-2)
-    # A second pass over fewer numbers, as above.
-    return jax.lax.optimization_barrier(sums).reshape(num_outputs, -1).sum(axis=-1)[None]

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxinfer.pallas_kernels.quantized_matmul import few_rows
+from jaxinfer.pallas_kernels.quantized_matmul import cpu_blocks, quantized_matmul
+from jaxinfer.pallas_kernels.quantized_matmul.cpu_blocks import MAX_ROWS, BlockedMatrix
 
 GROUPS, OUTPUTS = 3, 40  # 96 inputs; outputs in tiles of 8
 
@@ -21,7 +22,7 @@ def drawn(bits, has_offset, rng, outputs=OUTPUTS):
     value = codes * scale.astype(np.float64)[..., None]
     if offset is not None:
         value = value + offset.astype(np.float64)[..., None]
-    tiles = few_rows.pack(jnp.asarray(stored))
+    tiles = cpu_blocks.in_tiles(jnp.asarray(stored))
     return (
         value.reshape(outputs, -1),
         tiles,
@@ -47,7 +48,7 @@ def test_values_are_exact_and_sums_are_float32(bits, has_offset, num_tokens, dty
     rng = np.random.default_rng(num_tokens)
     value, tiles, scale, offset = drawn(bits, has_offset, rng)
     x = jnp.asarray(rng.normal(size=(num_tokens, 32 * GROUPS)), dtype)
-    found = jax.jit(few_rows.few_rows_matmul)(x, tiles, scale, offset)
+    found = jax.jit(cpu_blocks.few_rows_matmul)(x, tiles, scale, offset)
     exact = np.asarray(x, np.float64)
     assert found.dtype == jnp.float32 and found.shape == (num_tokens, OUTPUTS)
     error = np.abs(np.asarray(found, np.float64) - exact @ value.T)
@@ -60,7 +61,7 @@ def test_each_code_and_input_counts_once():
     for i in range(32 * GROUPS):
         x = np.zeros((1, 32 * GROUPS), np.float32)
         x[0, i] = 2.0
-        found = few_rows.few_rows_matmul(jnp.asarray(x), tiles, scale, offset)
+        found = cpu_blocks.few_rows_matmul(jnp.asarray(x), tiles, scale, offset)
         np.testing.assert_allclose(found[0], 2.0 * value[:, i], rtol=1e-6, atol=1e-6 * np.abs(value).max())
 
 
@@ -71,7 +72,7 @@ def test_weights_stay_packed_inside_a_loop():
 
     def steps(x, tiles, scale):
         def body(x, _):
-            out = few_rows.few_rows_matmul(x, tiles, scale)
+            out = cpu_blocks.few_rows_matmul(x, tiles, scale)
             return x + out.sum(), None
 
         return jax.lax.scan(body, x, length=8)[0]
@@ -84,7 +85,7 @@ def test_a_widened_matrix_is_never_in_memory():
     # Bug: XLA:CPU gives the sum over a block to its kernels (up to eight axes), and widens all codes to memory first.
     _, tiles, scale, offset = drawn(4, True, np.random.default_rng(0), outputs=4096)
     compiled = (
-        jax.jit(few_rows.few_rows_matmul).lower(jnp.ones((1, 32 * GROUPS)), tiles, scale, offset).compile()
+        jax.jit(cpu_blocks.few_rows_matmul).lower(jnp.ones((1, 32 * GROUPS)), tiles, scale, offset).compile()
     )
     assert (
         compiled.memory_analysis().temp_size_in_bytes < 2 * 4 * GROUPS * 4096
@@ -95,7 +96,7 @@ def test_a_widened_matrix_is_never_in_memory():
 def test_any_number_of_outputs_falls_into_tiles(outputs):
     value, tiles, scale, offset = drawn(4, True, np.random.default_rng(outputs), outputs)
     x = np.random.default_rng(0).normal(size=(1, 32 * GROUPS)).astype(np.float32)
-    found = few_rows.few_rows_matmul(jnp.asarray(x), tiles, scale, offset)
+    found = cpu_blocks.few_rows_matmul(jnp.asarray(x), tiles, scale, offset)
     np.testing.assert_allclose(found, x.astype(np.float64) @ value.T, rtol=1e-4, atol=1e-3)
 
 
@@ -110,14 +111,33 @@ def test_any_number_of_outputs_falls_into_tiles(outputs):
 )
 def test_what_does_not_fit_is_refused(tiles, x, says):
     with pytest.raises(ValueError, match=says):
-        few_rows.few_rows_matmul(jnp.zeros(x), tiles, jnp.zeros((2, 8), jnp.float16))
+        cpu_blocks.few_rows_matmul(jnp.zeros(x), tiles, jnp.zeros((2, 8), jnp.float16))
 
 
-@pytest.mark.parametrize("size", [100, 576, 1536, 64 * 37])
-def test_one_row_times_int8_is_exact_while_sums_fit_float32(size):
-    """Of codes below 32 every partial sum is a whole number below 2**24."""
-    rng = np.random.default_rng(0)
-    x, weight = rng.integers(-31, 32, (1, size)), rng.integers(-31, 32, (40, size))
-    got = jax.jit(few_rows.one_row_matmul)(jnp.asarray(x, jnp.int8), jnp.asarray(weight, jnp.int8))
-    assert got.dtype == jnp.float32
-    np.testing.assert_array_equal(got, x @ weight.T)
+@pytest.mark.parametrize("num_tokens", [1, MAX_ROWS, MAX_ROWS + 1])
+def test_few_rows_read_the_codes_and_many_the_matrix(num_tokens):
+    """The matrix beside the codes is another one here: a result says which of them was read."""
+    value, tiles, scale, offset = drawn(4, True, np.random.default_rng(0))
+    other = np.random.default_rng(1).normal(size=value.shape)
+    blocked = BlockedMatrix(jnp.asarray(other, jnp.float32), tiles)
+    x = np.random.default_rng(2).normal(size=(num_tokens, value.shape[1])).astype(np.float32)
+    got = quantized_matmul(jnp.asarray(x), blocked, scale, offset, implementation="cpu")
+    want = x.astype(np.float64) @ (other if num_tokens > MAX_ROWS else value).T
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"implementation": "xla"}, "implementation 'cpu' multiplies"),
+        ({"w8a8": "int8"}, "with w8a8=None"),
+        ({"x": jnp.zeros((2, 64))}, r"must be \[T, 96\]"),
+    ],
+)
+def test_a_blocked_matrix_outside_the_contract_is_refused(change, says):
+    value, tiles, scale, offset = drawn(4, True, np.random.default_rng(0))
+    good = {"x": jnp.zeros((2, 96)), "scale": scale, "offset": offset, "implementation": "cpu"}
+    with pytest.raises(ValueError, match=says):
+        quantized_matmul(**(good | change), qvalue=BlockedMatrix(jnp.asarray(value), tiles))
+    with pytest.raises(ValueError, match="another number of values"):
+        quantized_matmul(**good, qvalue=BlockedMatrix(jnp.asarray(value[1:]), tiles))
