@@ -21,6 +21,7 @@ from huggingface_hub.errors import (
 )
 
 from jaxinfer.checkpoints.fetch import FetchError
+from jaxinfer.wording import first_line
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +75,7 @@ def snapshot(
             except HTTPError as error:
                 if isinstance(error, HfHubHTTPError) and error.response.status_code < 500:
                     raise
-                unreachable = f"{endpoint} cannot be reached ({_first_line(error)})"
+                unreachable = f"{endpoint} cannot be reached ({first_line(error)})"
         folder = snapshot_download(
             name,
             revision=revision,
@@ -86,7 +87,7 @@ def snapshot(
             local_files_only=unreachable is not None,
         )
     except HFValidationError as error:
-        raise FetchError(f"{name!r} is no name of a hub model ({_first_line(error)})") from error
+        raise FetchError(f"{name!r} is no name of a hub model ({first_line(error)})") from error
     except LocalTokenNotFoundError as error:
         raise FetchError("token=True, and no token is stored here; run `hf auth login`") from error
     except GatedRepoError as error:  # a RepositoryNotFoundError too
@@ -110,7 +111,7 @@ def snapshot(
             "fetch it with a network, or give the path of a model that is already here"
         ) from error
     except HTTPError as error:
-        raise FetchError(f"cannot fetch {at} from {endpoint}: {_first_line(error)}; try again") from error
+        raise FetchError(f"cannot fetch {at} from {endpoint}: {first_line(error)}; try again") from error
     except OSError as error:
         raise FetchError(
             f"cannot keep {at} in {cache_folder or constants.HF_HUB_CACHE} ({error}); free some space or make "
@@ -143,7 +144,3 @@ def _whose(token: str | bool | None) -> str:
     if token is False:
         return "no token"
     return "the stored token" if token is True else "the given token"
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -1,7 +1,6 @@
 """`LLM`: text in, text out. Tokens, chat templates and stop strings around the engine."""
 
 import gc
-import hashlib
 import inspect
 import itertools
 import logging
@@ -22,10 +21,10 @@ from jaxinfer.engine import Engine, EngineConfig, EngineStats
 from jaxinfer.metrics import Work
 from jaxinfer.model_source import ModelSource, find_model, given_model
 from jaxinfer.options import DEFAULTS, LLMOptions, documentation, signature
-from jaxinfer.programs import compile_cache
+from jaxinfer.programs import compile_cache, saved_programs
 from jaxinfer.programs.background import give_back_memory
 from jaxinfer.programs.saved_programs import SavedPrograms
-from jaxinfer.request import Loglikelihood, Request, RequestOutput, SamplingParams, TopK
+from jaxinfer.request import Loglikelihood, Request, RequestOutput, SamplingParams, TopK, hash64
 from jaxinfer.request_loop import Outputs, RequestLoop
 from jaxinfer.resolve import resolve
 from jaxinfer.text import chat
@@ -111,6 +110,9 @@ class LLM:
             raise TypeError("give either model=..., or both config=... and weights=...")
         if model is not None and (config is not None or weights is not None or model_module is not None):
             raise TypeError("config, weights and model_module replace model=...; leave either out")
+        if options.get("programs") is not None:
+            saved_options = saved_programs.options(options["programs"])
+            options = {k: v for k, v in saved_options.items() if model is not None or k != "dtype"} | options
         self.options = LLMOptions.from_keywords(options)
         defaults.check_matmul_precision(self.options.matmul_precision)
         device = jax.devices()[0]
@@ -426,7 +428,7 @@ class LLM:
                 end_token_ids=self.end_token_ids,
                 arrival_time=self.engine.clock(),
                 priority=priority,
-                seed=_hash64(self.options.seed, number) if params.seed is None else params.seed,
+                seed=hash64(self.options.seed, number) if params.seed is None else params.seed,
                 prompt=record.prompt,
                 score_from=score_from,
                 arrays=arrays,
@@ -537,8 +539,3 @@ def _programs_and_cache(options: LLMOptions, device: jax.Device) -> SavedProgram
 def _raise_single(records: list[Record], single: bool) -> None:
     if single and records[0].error is not None:
         raise ValueError(records[0].error)
-
-
-def _hash64(seed: int, number: int) -> int:
-    digest = hashlib.blake2b(f"{seed} {number}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest)

@@ -18,6 +18,7 @@ from jaxinfer.request import SamplingParams
 from jaxinfer.text.prompts import default_sampling_params
 from jaxinfer.text.tokenizer import Tokenizer, load_tokenizer
 from jaxinfer.weight_forms import ModelFacts
+from jaxinfer.wording import first_line
 
 
 @dataclass(frozen=True)
@@ -127,9 +128,8 @@ def _hub_config(name: str) -> Path:
                 cached_only = True
         return Path(huggingface_hub.hf_hub_download(name, "config.json", local_files_only=cached_only))
     except (OSError, ValueError, EntryNotFoundError) as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
         raise fetch.FetchError(
-            f"no config.json of {name!r} from the hub or its cache ({first}); check the name, run `hf auth "
+            f"no config.json of {name!r} from the hub or its cache ({first_line(error)}); check the name, run `hf auth "
             "login` if the model is gated, or give the path of a config.json"
         ) from error
 

@@ -117,7 +117,9 @@ class LLMOptions:
         512, "Tokens of one step; bounds a chunk of the prompt.", minimum=1, command=True, shapes=True
     )
     max_num_partial_prefills: int = option(
-        1, "Prompts that may be under way in chunks at the same time.", minimum=1
+        SchedulerConfig.max_num_partial_prefills,
+        "Prompts that may be under way in chunks at the same time.",
+        minimum=1,
     )
     num_pages: int | None = option(
         None,
@@ -156,7 +158,7 @@ class LLMOptions:
         shapes=True,
     )
     decode_steps: int = option(
-        8,
+        SchedulerConfig.decode_steps,
         "Tokens per row that one decode program may draw before the host looks.",
         minimum=1,
         command=True,
@@ -202,9 +204,9 @@ class LLMOptions:
     programs: str | Path | None = option(
         None,
         "Start from what `jaxinfer compile --save` left here, with its options. They are loaded instead of compiled; "
-        "`saved_programs.options(folder)` has the options to give beside it. It holds machine code: only load one that "
-        "you trust. Where its compiler could not serialize them, programs are compiled through the persistent cache in "
-        "that folder instead of `compilation_cache_dir`, and the log says so.",
+        "options that are not given are those that they were compiled for. The folder holds machine code: only load "
+        "one that you trust. Where its compiler could not serialize them, programs are compiled through the persistent "
+        "cache in that folder instead of `compilation_cache_dir`, and the log says so.",
         command=True,
         metavar="FOLDER",
     )

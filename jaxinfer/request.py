@@ -7,6 +7,7 @@ submitted.
 """
 
 import enum
+import hashlib
 import math
 import numbers
 import re
@@ -233,6 +234,11 @@ class TopK(NamedTuple):
 
     prompt: int | None
     output: int | None
+
+
+def hash64(seed: int, name: int | str) -> int:
+    """The seed of a request that names none: 64 bits that depend on the seed of all and the request's own name."""
+    return int.from_bytes(hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest())
 
 
 @dataclass(frozen=True)

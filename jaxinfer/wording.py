@@ -1,4 +1,4 @@
-"""Puts values of files and users into one sentence of an error, however large or strange they are."""
+"""Puts values into a sentence: those of files and users however large or strange they are, sizes, errors."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -21,3 +21,17 @@ def listed(names: Sequence[str], most: int = 12, separator: str = ", ") -> str:
     """Names for a sentence; of very many the first `most` and how many more there are."""
     rest = len(names) - most
     return separator.join(names[:most]) + (f"{separator}and {rest:,} more" if rest > 0 else "")
+
+
+def size(num_bytes: float) -> str:
+    """Bytes in the largest binary unit that leaves at least 1."""
+    for unit, name in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if abs(num_bytes) >= unit:
+            return f"{num_bytes / unit:,.2f} {name}"
+    return f"{num_bytes:.0f} B"
+
+
+def first_line(error: BaseException, length: int = 300) -> str:
+    """The first line of an error's message, without its full stop; the error's type where there is none."""
+    lines = str(error).strip().splitlines()
+    return lines[0].rstrip(".")[:length] if lines else type(error).__name__

@@ -25,8 +25,6 @@ import numpy as np
 if TYPE_CHECKING:
     from jaxinfer.tools.bench.workload import Offer
 
-DECODE_STEPS = 8
-
 
 def workload(name: str, seed: int, llm: Any) -> "list[Offer]":
     from jaxinfer.tools.bench.workload import Lengths, Offer, random_offers
@@ -64,9 +62,12 @@ def main() -> None:
     import jax
 
     from jaxinfer import LLM
+    from jaxinfer.device_facts import facts_of
+    from jaxinfer.model_source import named_facts
+    from jaxinfer.options import LLMOptions
     from jaxinfer.programs.buckets import Buckets
+    from jaxinfer.resolve import resolve
     from jaxinfer.sampling.sample import Variant
-    from jaxinfer.tiles import TILE
     from jaxinfer.tools.bench.run import card, drive, run
     from jaxinfer.tools.planner import hardware
 
@@ -84,30 +85,34 @@ def main() -> None:
     )
     # Half of the default programs: those of the variant that is measured.
     variant: Variant = "greedy" if args.temperature == 0 else "sample"
-    tile = TILE if args.batch_invariant else None
-    sizes = options["max_num_seqs"], args.max_num_batched_tokens, DECODE_STEPS, jax.default_backend()
-    plain_buckets, buckets = (replace(Buckets.default(*sizes, t), variants=(variant,)) for t in (None, tile))
-    options["decode_steps"] = DECODE_STEPS
-    llm = LLM(args.model, batch_invariant=args.batch_invariant, buckets=buckets, **options)
+    device, facts = facts_of(jax.devices()[0]), named_facts(args.model)
+
+    def buckets(batch_invariant: bool) -> Buckets:
+        whole = resolve(LLMOptions(batch_invariant=batch_invariant, **options), facts, device)
+        return replace(whole.buckets, variants=(variant,))
+
+    llm = LLM(
+        args.model, batch_invariant=args.batch_invariant, buckets=buckets(args.batch_invariant), **options
+    )
     work = workload(args.workload, args.seed, llm)
     drive(llm, [replace(work[0], prompt=work[0].prompt[:32], output_len=1)], fields)
     start_s = time.perf_counter() - begin
 
     lengths = [(len(offer.prompt), offer.output_len) for offer in work]
-    facts = card(llm, lengths, hardware.known(jax.devices()[0]))
+    load = card(llm, lengths, hardware.known(jax.devices()[0]))
     print(
         f"{args.workload} on {llm.device_choice}, {llm.config.dtype}, KV cache {llm.engine.spec.describe()}"
     )
     print(
-        f"card: {facts.num_prompt_tokens} prompt + {facts.num_output_tokens} output tokens, at least "
-        f"{facts.flops / 1e9:.0f} GFLOP, {facts.bytes / 1e9:.1f} GB read in decode"
+        f"card: {load.num_prompt_tokens} prompt + {load.num_output_tokens} output tokens, at least "
+        f"{load.flops / 1e9:.0f} GFLOP, {load.bytes / 1e9:.1f} GB read in decode"
     )
     # Warm: every program the workload needs runs once, on other prompts.
     shadow = [replace(offer, prompt=offer.prompt[::-1]) for offer in work[:8]]
     drive(llm, shadow, fields)
     llm.warmup(use_tqdm=False)
 
-    plain = LLM(args.model, buckets=plain_buckets, **options) if args.batch_invariant else None
+    plain = LLM(args.model, buckets=buckets(False), **options) if args.batch_invariant else None
     if plain is not None:
         drive(plain, shadow, fields)
         plain.warmup(use_tqdm=False)
@@ -140,8 +145,8 @@ def main() -> None:
         "compile_s": round(llm.engine.programs.compile_seconds, 1),
         "programs": len(llm.engine.programs),
         "peak_rss_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024),
-        "gflop_per_s": round(facts.flops / 1e9 / seconds, 1),
-        "gbyte_per_s": round(facts.bytes / 1e9 / seconds, 2),
+        "gflop_per_s": round(load.flops / 1e9 / seconds, 1),
+        "gbyte_per_s": round(load.bytes / 1e9 / seconds, 2),
         "commit": commit,
         "jax": jax.__version__,
         "python": sys.version.split()[0],

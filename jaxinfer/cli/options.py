@@ -182,14 +182,9 @@ def engine_options(options: Mapping[str, Any], num_samples: int | None = None) -
     given = {name: value for name, value in options.items() if name in {field.name for field in _FIELDS}}
     if given.get("compilation_cache_dir") == "none":
         given["compilation_cache_dir"] = None
-    base: dict[str, Any] = {}
-    if "programs" in given:
-        from jaxinfer.programs import saved_programs
-
-        base = saved_programs.options(given["programs"])
-    elif num_samples is not None:
-        base = {"decode_steps": DECODE_STEPS, "max_num_seqs": min(num_samples, MAX_ROWS)}
-    return base | given
+    if num_samples is None or "programs" in given:  # which come with their options
+        return given
+    return {"decode_steps": DECODE_STEPS, "max_num_seqs": min(num_samples, MAX_ROWS)} | given
 
 
 def flag(name: str) -> str:

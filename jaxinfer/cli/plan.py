@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from jaxinfer.cli.command import command
+from jaxinfer.options import LLMOptions
 
 ACCEPTANCE = 0.7
 
@@ -57,7 +58,7 @@ def run(
     quantize: Quantize = None,
     kv_cache_dtype: KVDtype = "auto",
     page_size: PageSize = None,
-    max_num_batched_tokens: MaxTokens = 512,
+    max_num_batched_tokens: MaxTokens = LLMOptions.max_num_batched_tokens,
     utilization: Utilization = None,
     output_tokens: Annotated[int | None, typer.Option(help="Part of the context that is output.")] = None,
     mix: Annotated[
@@ -182,7 +183,6 @@ def _print_engine_plan(model: str, as_json: bool, **options: Any) -> None:
 
     from jaxinfer.device_facts import facts_of
     from jaxinfer.model_source import named_facts
-    from jaxinfer.options import LLMOptions
     from jaxinfer.resolve import resolve
 
     given = {name: value for name, value in options.items() if value is not None}
@@ -228,7 +228,6 @@ def _compiled_temporaries(model: str, plan: Any) -> int:
 
     from jaxinfer.device_facts import facts_of
     from jaxinfer.model_source import named_facts
-    from jaxinfer.options import LLMOptions
     from jaxinfer.resolve import resolve
     from jaxinfer.tools.planner import temporaries
 

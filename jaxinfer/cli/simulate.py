@@ -20,6 +20,7 @@ from jaxinfer.cli.plan import (
     Quantize,
     Utilization,
 )
+from jaxinfer.options import LLMOptions
 
 
 @command()
@@ -39,7 +40,9 @@ def run(
     max_model_len: Annotated[
         int | None, typer.Option(help="Longer requests are cut to it, prompt first.")
     ] = None,
-    max_num_seqs: Annotated[int, typer.Option(help="Rows that run at the same time.")] = 64,
+    max_num_seqs: Annotated[
+        int, typer.Option(help="Rows that run at the same time.")
+    ] = LLMOptions.max_num_seqs,
     max_num_batched_tokens: MaxTokens = 2048,
     num_pages: Annotated[int | None, typer.Option(help="Of the pool; what fits, when left out.")] = None,
     page_size: PageSize = None,
@@ -54,8 +57,8 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Simulate queueing: TTFT, TPOT, latency, pages and preemptions under an arrival rate."""
-    from jaxinfer.programs.buckets import Buckets
-    from jaxinfer.scheduler import SchedulerConfig
+    from jaxinfer.model_source import named_facts
+    from jaxinfer.resolve import resolve
     from jaxinfer.tools.planner import make_plan, report
     from jaxinfer.tools.planner import simulate as simulation
     from jaxinfer.tools.planner.workload import LENGTHS, arrivals
@@ -80,19 +83,28 @@ def run(
     rate = lengths.requests_per_second if rate is None else rate
     share = simulation.EFFICIENCY if efficiency is None else efficiency
     tokens = max(max_num_batched_tokens, max_num_seqs)
-    buckets = Buckets.default(max_num_seqs, tokens, 8, plan.setting.hardware.platform)
+    options = {
+        "dtype": plan.setting.shape.dtype,
+        "max_model_len": length,
+        "max_num_seqs": max_num_seqs,
+        "max_num_batched_tokens": tokens,
+        "num_pages": pages,
+        "page_size": plan.load.page_size,
+    }
+    # Pages are those of all chips together, so what fits is the plan's business.
+    engine = resolve(
+        LLMOptions.from_keywords(options),
+        named_facts(model),
+        plan.setting.hardware.device_facts,
+        must_fit=False,
+    )
     result = simulation.simulate(
         arrivals(lengths, requests, rate, max_model_len=length, seed=seed),
         simulation.StepTime(plan.setting, share, overhead_us / 1e6),
-        SchedulerConfig(
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=tokens,
-            max_model_len=length,
-            max_multi_step_rows=buckets.max_multi_step_rows,
-        ),
-        buckets,
-        num_pages=pages,
-        page_size=plan.load.page_size,
+        engine.scheduler,
+        engine.buckets,
+        num_pages=engine.spec.num_pages,
+        page_size=engine.spec.page_size,
     )
     if plot is not None:
         from jaxinfer.tools.planner import plots

@@ -24,6 +24,7 @@ import jax
 from jaxlib import _jax
 
 from jaxinfer.programs import compile_cache
+from jaxinfer.wording import first_line
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +67,7 @@ def serialize(executable: Any) -> bytes:
     try:
         return executable.serialize()
     except (AttributeError, RuntimeError) as error:  # some compilers' executables have no such method
-        raise Unserializable(_first_line(error)) from None
+        raise Unserializable(first_line(error)) from None
 
 
 def used_arguments(compiled: jax.stages.Compiled) -> list[int]:
@@ -230,7 +231,7 @@ class SavedPrograms:
             executable = self._device.client.deserialize_executable(data, devices, None)
         except RuntimeError as error:
             raise ValueError(
-                f"{self._device.device_kind} does not take program {name} of {self._folder}: {_first_line(error)}; "
+                f"{self._device.device_kind} does not take program {name} of {self._folder}: {first_line(error)}; "
                 "compile it again with `jaxinfer compile --save`, or leave the folder out"
             ) from error
         structure = jax.tree.structure(jax.eval_shape(function, *arguments))
@@ -275,10 +276,6 @@ def _source_hash() -> str:
         for path in sorted(package.rglob("*.py")):
             digest.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
 
 def _version(name: str) -> str:

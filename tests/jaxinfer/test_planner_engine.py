@@ -16,9 +16,9 @@ from jaxinfer.models import llama
 from jaxinfer.options import LLMOptions
 from jaxinfer.programs.buckets import Buckets, Program
 from jaxinfer.tools.planner import PlanError, check, hardware, make_plan, temporaries
-from jaxinfer.tools.planner.engine_plan import _size
 from jaxinfer.tools.planner.measure import measure_engine
 from jaxinfer.weight_forms import ModelFacts, WeightForm, num_bytes, shapes
+from jaxinfer.wording import size
 
 CONFIG = llama.Config.from_hf(CONFIGS["llama_gqa"])
 SPEC = KVCacheSpec(CONFIG.num_layers, CONFIG.num_kv_heads, CONFIG.head_dim, 32, 2)
@@ -212,9 +212,9 @@ def test_two_sizes_for_the_pool_are_refused():
         checked(gpu(64 * MIB), num_pages=5, gpu_memory_utilization=0.5)
 
 
-@pytest.mark.parametrize(("n", "text"), [(5, "5 bytes"), (2048, "2.00 KiB"), (3 * 2**30, "3.00 GiB")])
+@pytest.mark.parametrize(("n", "text"), [(5, "5 B"), (2048, "2.00 KiB"), (3 * 2**30, "3.00 GiB")])
 def test_sizes_are_in_binary_units(n, text):
-    assert _size(n) == text
+    assert size(n) == text
 
 
 def test_bound_and_measured_stand_side_by_side(engine):

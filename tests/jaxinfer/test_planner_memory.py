@@ -13,6 +13,7 @@ from planner_shapes import llama_shape
 from tiny_models import CONFIGS, make_tiny, write_gguf, write_hf
 
 from jaxinfer import checkpoints, models
+from jaxinfer.checkpoints import fetch
 from jaxinfer.kv_cache import KVCacheSpec
 from jaxinfer.tools.planner import hardware, make_plan, shape
 from jaxinfer.tools.planner.memory import Load, plan_memory
@@ -155,7 +156,7 @@ def test_every_way_to_name_a_model_gives_the_same_plan(config_json):
 def test_a_catalog_name_is_its_file(config_json, monkeypatch):
     config, weights = make_tiny("llama_gqa")
     write_gguf(config_json / "tiny.gguf", config, weights)
-    monkeypatch.setattr(shape.fetch, "fetch", lambda name: config_json / "tiny.gguf")
+    monkeypatch.setattr(fetch, "fetch", lambda name: config_json / "tiny.gguf")
     assert shape.load("smollm2-135m-instruct", "float32").embed_dim == config["hidden_size"]
 
 
@@ -184,7 +185,7 @@ def test_of_a_hub_model_only_the_config_is_fetched(config_json, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda api, name: None)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
-    monkeypatch.setattr(shape.fetch, "resolve", lambda model: pytest.fail("weights are fetched"))
+    monkeypatch.setattr(fetch, "resolve", lambda model: pytest.fail("weights are fetched"))
     assert shape.load("org/tiny", "float32").embed_dim == CONFIGS["llama_gqa"]["hidden_size"]
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", unreachable)
     shape.load("org/tiny", "float32")  # from the cache, at once
@@ -194,9 +195,7 @@ def test_of_a_hub_model_only_the_config_is_fetched(config_json, monkeypatch):
 def test_a_hub_model_that_is_not_there_is_one_sentence(tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(
-        shape.fetch.FetchError, match=r"no config\.json of 'org/tiny'.*give the path"
-    ) as caught:
+    with pytest.raises(fetch.FetchError, match=r"no config\.json of 'org/tiny'.*give the path") as caught:
         shape.load("org/tiny", "float32")
     assert "\n" not in str(caught.value)
 

@@ -9,9 +9,8 @@ import pytest
 from batch_jobs import mixed, write_model
 
 from jaxinfer.programs.buckets import Buckets
-from jaxinfer.request import SamplingParams
+from jaxinfer.request import SamplingParams, hash64
 from jaxinfer.tools import ray_data
-from jaxinfer.tools.batch_runner.tasks import hash64
 
 # Few programs: they take longer to compile than these rows to run.
 OPTIONS = dict(

@@ -17,7 +17,7 @@ from jaxinfer.model_source import named_facts
 from jaxinfer.models import llama
 from jaxinfer.options import LLMOptions
 from jaxinfer.pallas_kernels import kv_append, ragged_paged_attention
-from jaxinfer.programs import compile_cache, saved_programs
+from jaxinfer.programs import compile_cache
 from jaxinfer.quantization import Kernels
 from jaxinfer.resolve import resolve
 from jaxinfer.tools.aot import build, child, targets
@@ -83,7 +83,7 @@ def test_what_compile_saves_is_what_an_engine_of_equal_options_loads(models, kin
         assert record["result"] == "compiled", record
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, detokenize=False)
     given = {"programs": folder, "background_compile": False, "compilation_cache_dir": None}
-    for chosen in (SIZES | ONE_ROW, saved_programs.options(folder)):
+    for chosen in (SIZES | ONE_ROW, {}):  # what is not given is taken from the folder
         with LLM(path, tokenizer=TOKENIZER, **chosen, **given) as llm:
             llm.warmup(use_tqdm=False)
             llm.generate([[5, 6, 7]], params)

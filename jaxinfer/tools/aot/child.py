@@ -36,6 +36,7 @@ from jaxinfer.tools.aot import gpu_targets, hlo, targets
 from jaxinfer.tools.aot.build import build, placed
 from jaxinfer.tools.aot.gpu_resources import kernel_resources
 from jaxinfer.tools.planner import hardware
+from jaxinfer.wording import first_line
 
 TEBIBYTE = 1 << 40
 # The share of a GPU that JAX takes at start unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise.
@@ -89,7 +90,7 @@ class Child:
                 return topologies.get_topology_desc(platform="tpu", topology_name=f"{name}:{topology}")
             except (ValueError, RuntimeError) as error:
                 raise ValueError(
-                    f"topology={topology!r} is none that {name} has, the TPU compiler says: {_first(error)}"
+                    f"topology={topology!r} is none that {name} has, the TPU compiler says: {first_line(error, 600)}"
                 ) from None
         return topologies.get_topology_desc(
             platform="cuda",
@@ -162,7 +163,7 @@ class Child:
                 compiled: Any = compiler.get(program, arguments)
         except NotImplementedError as error:
             result = "refused" if "implementation" in str(error) else "rejected"
-            return record | {"result": result, "why": _first(error)}
+            return record | {"result": result, "why": first_line(error, 600)}
         except Exception as error:  # whatever the compiler says is this program's result
             return record | {"seconds": time.perf_counter() - start} | _failure(error)
         record |= {"result": "compiled", "seconds": time.perf_counter() - start}
@@ -276,12 +277,13 @@ def _failure(error: Exception) -> dict[str, Any]:
     text = str(error)
     if found := _HBM.search(text):
         needed, limit = (round(float(found[i]) * _UNITS[found[i + 1]]) for i in (1, 3))
-        return {"result": "too large", "needed_bytes": needed, "usable_bytes": limit, "why": _first(error)}
-    return {"result": "rejected", "why": _first(error)}
-
-
-def _first(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:600]
+        return {
+            "result": "too large",
+            "needed_bytes": needed,
+            "usable_bytes": limit,
+            "why": first_line(error, 600),
+        }
+    return {"result": "rejected", "why": first_line(error, 600)}
 
 
 def main() -> None:
@@ -295,7 +297,7 @@ def main() -> None:
             child = child or Child(*sys.argv[1:3])
             answer = getattr(child, request.pop("do"))(request)
         except (ValueError, TypeError, OSError, RuntimeError, NotImplementedError) as error:
-            answer = {"error": _first(error)}
+            answer = {"error": first_line(error, 600)}
         print(json.dumps(answer), file=answers, flush=True)
 
 

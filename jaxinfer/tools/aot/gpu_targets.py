@@ -8,7 +8,7 @@ them decides whether a kernel of ours is accepted, except the compute capability
 from typing import NamedTuple
 
 
-class Target(NamedTuple):
+class GpuChip(NamedTuple):
     name: str
     compute_capability: tuple[int, int]
     num_sms: int
@@ -36,16 +36,16 @@ LIMITS = {
     (12, 0): Limits(100 * KIB, 99 * KIB, 1536, 128),
 }
 TARGETS = {
-    "a100": Target("NVIDIA A100-SXM4-80GB", (8, 0), 108, 80 * GIB, 2.039e12, 40 * MIB, 1.41),
-    "l4": Target("NVIDIA L4", (8, 9), 58, 24 * GIB, 300e9, 48 * MIB, 2.04),
-    "h100": Target("NVIDIA H100 80GB HBM3", (9, 0), 132, 80 * GIB, 3.35e12, 50 * MIB, 1.98),
-    "h200": Target("NVIDIA H200", (9, 0), 132, 141 * GIB, 4.8e12, 50 * MIB, 1.98),
-    "b200": Target("NVIDIA B200", (10, 0), 148, 180 * GIB, 7.672e12, 126 * MIB, 1.965),
-    "rtx5090": Target("NVIDIA GeForce RTX 5090", (12, 0), 170, 32 * GIB, 1.792e12, 96 * MIB, 2.41),
+    "a100": GpuChip("NVIDIA A100-SXM4-80GB", (8, 0), 108, 80 * GIB, 2.039e12, 40 * MIB, 1.41),
+    "l4": GpuChip("NVIDIA L4", (8, 9), 58, 24 * GIB, 300e9, 48 * MIB, 2.04),
+    "h100": GpuChip("NVIDIA H100 80GB HBM3", (9, 0), 132, 80 * GIB, 3.35e12, 50 * MIB, 1.98),
+    "h200": GpuChip("NVIDIA H200", (9, 0), 132, 141 * GIB, 4.8e12, 50 * MIB, 1.98),
+    "b200": GpuChip("NVIDIA B200", (10, 0), 148, 180 * GIB, 7.672e12, 126 * MIB, 1.965),
+    "rtx5090": GpuChip("NVIDIA GeForce RTX 5090", (12, 0), 170, 32 * GIB, 1.792e12, 96 * MIB, 2.41),
 }
 
 
-def config_text(target: Target) -> str:
+def config_text(target: GpuChip) -> str:
     """The GpuTargetConfig of a target in protobuf's text form."""
     major, minor = target.compute_capability
     limits = LIMITS[target.compute_capability]

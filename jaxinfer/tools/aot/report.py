@@ -3,12 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-
-def size(num_bytes: float) -> str:
-    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if abs(num_bytes) >= unit:
-            return f"{num_bytes / unit:.2f} {name}"
-    return f"{num_bytes:.0f} B"
+from jaxinfer.wording import size
 
 
 def excess(record: Mapping[str, Any]) -> str:

@@ -8,6 +8,7 @@ from jaxinfer.options import FOREIGN
 from jaxinfer.tools.aot import report
 from jaxinfer.tools.aot.compiler import Compiler
 from jaxinfer.tools.aot.search import largest_setting, probes
+from jaxinfer.wording import size
 
 
 def compile_model(
@@ -88,8 +89,8 @@ def _error(records: list[dict[str, Any]], plan_problem: str | None, num_large: i
             key=lambda record: record["needed_bytes"] - record["usable_bytes"],
         )
         return (
-            f"{worst['program']} needs {report.size(worst['needed_bytes'])}, {report.excess(worst)} more than the "
-            f"{report.size(worst['usable_bytes'])} of the device"
+            f"{worst['program']} needs {size(worst['needed_bytes'])}, {report.excess(worst)} more than the "
+            f"{size(worst['usable_bytes'])} of the device"
         )
     wrong = [record for record in records if report.failed(record)]
     if wrong:

@@ -64,27 +64,25 @@ def model_hash(path: Path) -> str:
 
 def engine_facts(llm: "LLM") -> dict[str, Any]:
     """What of an engine can change a result in its last bits: device, numeric forms, programs."""
-    import jax
-
-    engine = llm.engine
-    exact = engine.config.buckets.tile is not None
+    resolved = llm.resolved
+    exact = resolved.buckets.tile is not None
     # Exact results are those of one kind of processor: its instructions and the number of CPUs decide how sums round.
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    processor = f"{cpu_features()} x {cpus}" if exact else None
     facts = {
-        "device_kind": jax.devices()[0].device_kind,
-        "processor": processor,
+        "device_kind": resolved.device.device_kind,
+        "processor": f"{cpu_features()} x {cpus}" if exact else None,
         "exact": exact,
-        "dtype": llm.config.dtype,
-        "weights": sorted({str(leaf.dtype) for leaf in jax.tree.leaves(engine.weights)}),
-        "kv_pages": engine.spec.dtype,
-        "page_size": engine.spec.page_size,
-        "implementation": engine.spec.implementation,
-        "max_model_len": llm.max_model_len,
-        "matmul_precision": engine.config.matmul_precision,
-        "logprobs_mode": engine.config.logprobs_mode,
-        "enable_prefix_caching": engine.config.enable_prefix_caching,
-        "programs": dataclasses.asdict(engine.config.buckets),
+        "dtype": resolved.config.dtype,
+        "weights": dataclasses.asdict(resolved.form),
+        "kv_pages": resolved.spec.dtype,
+        "page_size": resolved.spec.page_size,
+        "implementation": resolved.spec.implementation,
+        "max_model_len": resolved.max_model_len,
+        "matmul_precision": resolved.matmul_precision,
+        "compiler_options": dict(resolved.compiler_options),
+        "logprobs_mode": resolved.options.logprobs_mode,
+        "enable_prefix_caching": resolved.options.enable_prefix_caching,
+        "programs": dataclasses.asdict(resolved.buckets),
     }
     return json.loads(json.dumps(facts, default=str))
 

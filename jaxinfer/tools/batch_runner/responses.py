@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from jaxinfer.request import CompletionOutput, Logprob, RequestOutput, SamplingParams
+from jaxinfer.request import CompletionOutput, Logprob, RequestOutput, SamplingParams, hash64
 from jaxinfer.text.tokenizer import Tokenizer
-from jaxinfer.tools.batch_runner.tasks import CHAT, LOGLIKELIHOOD, Task, hash64
+from jaxinfer.tools.batch_runner.tasks import CHAT, LOGLIKELIHOOD, Task
 
 
 def line_of(record: Mapping[str, Any]) -> bytes:

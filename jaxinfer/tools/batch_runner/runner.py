@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from jaxinfer.request import SamplingParams, TopK
+from jaxinfer.request import SamplingParams, TopK, hash64
 from jaxinfer.tools.batch_runner import dumps, inputs, manifest
 from jaxinfer.tools.batch_runner.index import Index
 from jaxinfer.tools.batch_runner.inputs import BadLine, Value
@@ -18,7 +18,7 @@ from jaxinfer.tools.batch_runner.journal import JournalError, locked, recover, s
 from jaxinfer.tools.batch_runner.ordered import END, absorb, early_path, last_in_order
 from jaxinfer.tools.batch_runner.progress import Progress, Totals
 from jaxinfer.tools.batch_runner.results import Results
-from jaxinfer.tools.batch_runner.tasks import hash64, parse
+from jaxinfer.tools.batch_runner.tasks import parse
 
 if TYPE_CHECKING:
     from jaxinfer.llm import LLM

@@ -1,12 +1,11 @@
 """One line of the input as a request: OpenAI's batch form, or the body of it alone."""
 
 import dataclasses
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jaxinfer.request import UNSUPPORTED_FIELDS, SamplingParams
+from jaxinfer.request import UNSUPPORTED_FIELDS, SamplingParams, hash64
 from jaxinfer.tools.batch_runner.inputs import MAX_ID_CHARS, BadLine, Value, key_of
 
 CHAT, COMPLETIONS, LOGLIKELIHOOD = "/v1/chat/completions", "/v1/completions", "/v1/loglikelihood"
@@ -51,11 +50,6 @@ class Task:
     echo: bool
     return_token_ids: bool
     inert: tuple[str, ...]  # fields that were accepted and do nothing
-
-
-def hash64(seed: int, custom_id: str) -> int:
-    """The seed of a line that names none: 64 bits that depend on the job's seed and the line's id alone."""
-    return int.from_bytes(hashlib.blake2b(f"{seed} {custom_id}".encode(), digest_size=8).digest())
 
 
 def parse(value: Value, line: int, defaults: SamplingParams, seed: int) -> Task:

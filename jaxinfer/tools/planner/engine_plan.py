@@ -11,6 +11,7 @@ from jaxinfer.options import LLMOptions
 from jaxinfer.tools.planner import temporaries
 from jaxinfer.tools.planner.memory import row_state_bytes
 from jaxinfer.tools.planner.shape import ModelShape
+from jaxinfer.wording import size
 
 
 class PlanError(ValueError):
@@ -44,9 +45,9 @@ class EnginePlan:
         """The plan for people, to be logged at start."""
         full = self.num_tokens // self.max_model_len
         return [
-            f"plan: {_size(self.weights_bytes)} of weights, {_size(self.pool_bytes)} of pages, "
-            f"{_size(self.row_state_bytes)} of row state, about {_size(self.temporaries_bytes)} of temporaries "
-            f"(estimate); {_size(self.free_bytes)} are free",
+            f"plan: {size(self.weights_bytes)} of weights, {size(self.pool_bytes)} of pages, "
+            f"{size(self.row_state_bytes)} of row state, about {size(self.temporaries_bytes)} of temporaries "
+            f"(estimate); {size(self.free_bytes)} are free",
             f"plan: {self.num_pages - 1} pages x {self.page_size} tokens, from {self.reason}: "
             f"{self.num_tokens} tokens fit, {full} sequences of max_model_len={self.max_model_len}"
             + ("" if full else " (longer requests are refused one by one)"),
@@ -111,8 +112,8 @@ def check(
     wanted = full_sequence if max_model_len is not None else 2
     if pages > most:
         raise PlanError(
-            f"{reason} asks for {pages} pages, {_size(pages * spec.bytes_per_page)}, and after "
-            f"{_size(weights_bytes)} of weights {_size(max(0, room))} of {_size(free)} are left; the nearest is "
+            f"{reason} asks for {pages} pages, {size(pages * spec.bytes_per_page)}, and after "
+            f"{size(weights_bytes)} of weights {size(max(0, room))} of {size(free)} are left; the nearest is "
             f"num_pages={most} ({(most - 1) * spec.page_size} tokens)"
         )
     if pages < wanted:
@@ -138,12 +139,10 @@ def check(
 
 
 def _no_room(shape: ModelShape, weights: int, beside: int, free: int, loaded: bool) -> str:
-    text = (
-        f"the model does not fit: {_size(weights)} of {shape.dtype} weights and {_size(beside)} beside them "
-    )
-    text += f"(estimate), and {_size(free)} are free{' after the weights' if loaded else ''}; "
+    text = f"the model does not fit: {size(weights)} of {shape.dtype} weights and {size(beside)} beside them "
+    text += f"(estimate), and {size(free)} are free{' after the weights' if loaded else ''}; "
     if shape.dtype == "float32" and not loaded and weights // 2 + beside < free:
-        return text + f"the nearest is dtype='bfloat16' with {_size(weights // 2)} of weights"
+        return text + f"the nearest is dtype='bfloat16' with {size(weights // 2)} of weights"
     return text + "take a smaller model, lower max_num_batched_tokens, or more memory"
 
 
@@ -159,16 +158,9 @@ def _nearest(
     if max_model_len is not None and pages >= 2:
         found.append(f"max_model_len={(pages - 1) * spec.page_size}")
     if wanted <= most:
-        found.append(f"num_pages={wanted} ({_size(wanted * spec.bytes_per_page)})")
+        found.append(f"num_pages={wanted} ({size(wanted * spec.bytes_per_page)})")
         if utilization is not None:
             found.append(f"gpu_memory_utilization={utilization:g}")
     elif most >= 2:
         found.append(f"max_model_len={(most - 1) * spec.page_size} with num_pages={most}, all that is free")
     return found
-
-
-def _size(num_bytes: int) -> str:
-    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if num_bytes >= unit:
-            return f"{num_bytes / unit:.2f} {name}"
-    return f"{num_bytes} bytes"

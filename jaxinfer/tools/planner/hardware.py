@@ -9,7 +9,7 @@ import platform
 import time
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
 from importlib.metadata import version
@@ -19,6 +19,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from jaxinfer.device_facts import DeviceFacts, capability, instruction_sets
 
 FACTS = Path(__file__).parent / "hardware.toml"
 PEAK_DTYPES = ("bfloat16", "float16", "float8", "int8", "float32")
@@ -40,6 +42,15 @@ class Hardware:
     interconnect_bandwidth: float | None  # both directions together
     peaks: Mapping[str, float]
     sources: Mapping[str, str]  # where each number comes from
+    compute_capability: tuple[int, int] = (0, 0)  # of an NVIDIA GPU
+
+    @property
+    def device_facts(self) -> DeviceFacts:
+        """What an engine would take its decisions from, on such a device that is free."""
+        facts = DeviceFacts(
+            self.platform, self.device_kind, self.memory_bytes, compute_capability=self.compute_capability
+        )
+        return facts if self.platform != "cpu" else replace(facts, instruction_sets=instruction_sets())
 
     def peak(self, dtype: str) -> float:
         """FLOP/s of matrix products with operands of `dtype`.
@@ -132,7 +143,7 @@ def _merged(base: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
 
 def _parse(name: str, entry: Mapping[str, Any], where: str) -> Hardware:
     lacking = [key for key in REQUIRED if key not in entry]
-    unknown = sorted(set(entry) - set(REQUIRED) - set(NUMBERS) - {"peak"})
+    unknown = sorted(set(entry) - set(REQUIRED) - set(NUMBERS) - {"peak", "compute_capability"})
     wrong = sorted(set(entry.get("peak", {})) - set(PEAK_DTYPES))
     if lacking or unknown or wrong or not entry.get("peak"):
         raise ValueError(
@@ -160,6 +171,7 @@ def _parse(name: str, entry: Mapping[str, Any], where: str) -> Hardware:
         interconnect_bandwidth=None if interconnect is None else interconnect["value"] / share,
         peaks={dtype: fact["value"] / share for dtype, fact in entry["peak"].items()},
         sources={key: fact["source"] for key, fact in facts.items()},
+        compute_capability=capability(entry.get("compute_capability", "")),
     )
 
 

@@ -7,6 +7,7 @@ import jax
 
 from jaxinfer import defaults
 from jaxinfer.kv_cache import pages_needed
+from jaxinfer.options import LLMOptions
 from jaxinfer.sampling import sample
 from jaxinfer.tools.planner import temporaries
 from jaxinfer.tools.planner.hardware import Hardware
@@ -50,7 +51,7 @@ class Load:
     batch: int
     context: int  # prompt + output tokens of each sequence
     page_size: int
-    max_num_batched_tokens: int = 512
+    max_num_batched_tokens: int = LLMOptions.max_num_batched_tokens
     utilization: float = defaults.ACCELERATOR_MEMORY_SHARE
 
     def __post_init__(self) -> None:

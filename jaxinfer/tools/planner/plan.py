@@ -103,7 +103,7 @@ def make_plan(
     quantize: str | None = None,
     kv_cache_dtype: str = "auto",
     page_size: int | None = None,
-    max_num_batched_tokens: int = 512,
+    max_num_batched_tokens: int = LLMOptions.max_num_batched_tokens,
     utilization: float | None = None,
     output_tokens: int | None = None,
     mix: list[tuple[int, int, float]] | None = None,

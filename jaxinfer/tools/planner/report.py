@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from jaxinfer.tools.planner.plan import Plan
 from jaxinfer.tools.planner.roofline import AttentionKind, Bound, EndToEnd, OperatorGroup
 from jaxinfer.tools.planner.simulate import Simulation
+from jaxinfer.wording import size
 
 
 def plan_text(plan: Plan) -> str:
@@ -264,14 +265,6 @@ def table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> s
 def _pairs(title: str, pairs: Sequence[tuple[str, str]]) -> str:
     width = max(len(name) for name, _ in pairs)
     return "\n".join([title, "-" * len(title), *(f"{name.ljust(width)}  {value}" for name, value in pairs)])
-
-
-def size(num_bytes: int) -> str:
-    """In the largest binary unit that leaves at least 1."""
-    for unit, name in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if abs(num_bytes) >= unit:
-            return f"{num_bytes / unit:,.4g} {name}"
-    return f"{num_bytes} B"
 
 
 def time(seconds: float | None) -> str:

@@ -10,9 +10,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from jaxinfer.kv_cache import ml_dtypes_itemsize
 from jaxinfer.metrics import Work
 from jaxinfer.tools.planner.hardware import Hardware
-from jaxinfer.tools.planner.shape import ModelShape, itemsize, kv_bytes_per_token_and_layer
+from jaxinfer.tools.planner.shape import ModelShape, kv_bytes_per_token_and_layer
 
 
 class Row(NamedTuple):
@@ -150,7 +151,7 @@ def _groups(
         OperatorGroup(
             "embedding, norms",
             0,
-            num_tokens * shape.embed_dim * itemsize(shape.dtype) + shape.weights_bytes("norms"),
+            num_tokens * shape.embed_dim * ml_dtypes_itemsize(shape.dtype) + shape.weights_bytes("norms"),
             0,
         ),
     ]
@@ -179,7 +180,16 @@ def interconnect_time(setting: Setting, num_tokens: int) -> float:
     if setting.chips == 1 or setting.hardware.interconnect_bandwidth is None:
         return 0.0
     shape, n = setting.shape, setting.num_devices
-    sent = 2 * shape.num_layers * num_tokens * shape.embed_dim * itemsize(shape.dtype) * 2 * (n - 1) / n
+    sent = (
+        2
+        * shape.num_layers
+        * num_tokens
+        * shape.embed_dim
+        * ml_dtypes_itemsize(shape.dtype)
+        * 2
+        * (n - 1)
+        / n
+    )
     return sent / (setting.hardware.interconnect_bandwidth / 2)  # one direction
 
 

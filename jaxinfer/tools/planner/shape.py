@@ -10,10 +10,9 @@ from types import ModuleType
 from typing import Any
 
 import jax
-import ml_dtypes
-import numpy as np
 
 from jaxinfer.checkpoints.loading import weight_leaves
+from jaxinfer.kv_cache import ml_dtypes_itemsize
 from jaxinfer.model_source import named_facts
 from jaxinfer.quantization import is_axes
 
@@ -46,7 +45,7 @@ class Leaf:
 
     @property
     def nbytes(self) -> int:
-        return self.size * itemsize(self.dtype)
+        return self.size * ml_dtypes_itemsize(self.dtype)
 
 
 @dataclass(frozen=True)
@@ -155,11 +154,6 @@ def kv_bytes_per_token_and_layer(num_kv_heads: int, head_dim: int, kv_dtype: str
     bits = KV_BITS[kv_dtype]
     scales = 2 * num_kv_heads * SCALE_BYTES if bits < 16 else 0
     return 2 * num_kv_heads * head_dim * bits // 8 + scales
-
-
-def itemsize(dtype: str) -> int:
-    """Bytes of one element of a weight or activation."""
-    return np.dtype(getattr(ml_dtypes, dtype, dtype)).itemsize
 
 
 def _quantized_bytes(leaf: Leaf, quantize: str | None) -> int:

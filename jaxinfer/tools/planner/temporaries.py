@@ -2,9 +2,10 @@
 
 from typing import TYPE_CHECKING, Any
 
+from jaxinfer.kv_cache import ml_dtypes_itemsize
 from jaxinfer.pallas_kernels.ragged_paged_attention import xla
 from jaxinfer.programs.buckets import Buckets, Program
-from jaxinfer.tools.planner.shape import ModelShape, itemsize
+from jaxinfer.tools.planner.shape import ModelShape
 
 if TYPE_CHECKING:
     from jaxinfer.resolve import Resolved
@@ -21,7 +22,7 @@ def estimate(shape: ModelShape, *, num_tokens: int, num_rows: int, platform: str
       num_tokens, num_rows: of the largest step.
       platform: cpu | gpu | tpu.
     """
-    item = itemsize(shape.dtype)
+    item = ml_dtypes_itemsize(shape.dtype)
     mlp_dim = max((leaf.num_outputs for leaf in shape.leaves if leaf.group == "mlp"), default=0)
     heads = shape.num_q_heads * shape.head_dim
     kv_heads = 2 * shape.num_kv_heads * shape.head_dim
