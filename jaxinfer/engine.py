@@ -22,6 +22,7 @@ import jax
 import numpy as np
 
 from jaxinfer import batch as batches
+from jaxinfer import forks
 from jaxinfer import kv_cache as kv
 from jaxinfer.batch import StepBatch
 from jaxinfer.kv_cache import KVCache, KVCacheSpec
@@ -134,6 +135,7 @@ class Engine:
         compile_first: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        forks.begin_use()
         config.buckets.check(config.scheduler)
         self.model_config, self.spec, self.config = model_config, spec, config
         self.weights, self.clock = weights, clock
@@ -171,8 +173,12 @@ class Engine:
             self._first.release()
 
     def _allocate(self) -> None:
-        """Device state: the pages of the cache, and what rows keep between steps."""
-        self._cache, self._rows = self._init_cache(), self._init_rows()
+        """Device state: the pages of the cache, and what rows keep between steps.
+
+        Waits until it is there. On a CPU a callback in Python leaves the pages unwritten (kv_cache.init): where one is
+        left to run behind a step on the device, a process that ends meanwhile ends with SIGABRT.
+        """
+        self._cache, self._rows = jax.block_until_ready((self._init_cache(), self._init_rows()))
 
     def _init_rows(self) -> RowState:
         scheduler = self.config.scheduler
@@ -346,6 +352,7 @@ class Engine:
         Whatever is raised here (Ctrl-C too) ends every unfinished request with "abort" and leaves an engine
         that works.
         """
+        forks.check()
         try:
             begun = self.clock()
             if self._in_flight and self._first is not None and self._first.under_way:
@@ -366,6 +373,7 @@ class Engine:
 
         Does nothing while a request is unfinished.
         """
+        forks.check()
         try:
             while self._in_flight and not self._unfinished:
                 self._commit(self._in_flight.popleft())

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from tqdm import tqdm
 
-from jaxinfer import defaults, weight_forms
+from jaxinfer import defaults, forks, weight_forms
 from jaxinfer.device_facts import facts_of
 from jaxinfer.engine import Engine, EngineConfig, EngineStats
 from jaxinfer.metrics import Work
@@ -106,6 +106,7 @@ class LLM:
         tokenizer: Tokenizer | None = None,
         **options: Any,
     ) -> None:
+        forks.check()
         if (model is None) == (config is None or weights is None):
             raise TypeError("give either model=..., or both config=... and weights=...")
         if model is not None and (config is not None or weights is not None or model_module is not None):

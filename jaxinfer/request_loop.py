@@ -1,13 +1,28 @@
 """Who steps the engine, and who hears of what a step brought: any number of readers, on any thread."""
 
 import asyncio
+import os
 import threading
+import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
+from sys import is_finalizing
 
+from jaxinfer import forks
 from jaxinfer.engine import Engine
 from jaxinfer.request import Request, RequestOutput, Sequence
 from jaxinfer.text.records import Record
+
+_loops: "weakref.WeakSet[RequestLoop]" = weakref.WeakSet()
+
+
+def _renew_locks() -> None:
+    """In a forked child: a thread that had a lock is not here to release it."""
+    for loop in list(_loops):
+        loop.lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_renew_locks)
 
 
 class RequestLoop:
@@ -23,14 +38,18 @@ class RequestLoop:
         self._left: deque[list[Record]] = deque()  # nobody reads these any more
         self._stepping = False
         self._closed = False
+        _loops.add(self)
 
     def check_open(self) -> None:
-        """Raises RuntimeError after `close`."""
+        """Raises RuntimeError after `close`, and in a forked process."""
+        forks.check()
         if self._closed:
             raise RuntimeError("this LLM is closed, and its device memory is freed; make a new one")
 
     def close(self) -> bool:
-        """Ends what is unfinished with an error, and refuses what comes. False if it was closed before."""
+        """Ends what is unfinished with an error, and refuses what comes. False if there is nothing left to free."""
+        if forks.is_forked():  # the memory is the parent's
+            return False
         with self.lock:
             self._fail("the LLM was closed before this request had finished")
             was_open, self._closed = not self._closed, True
@@ -134,7 +153,7 @@ class RequestLoop:
                     record.notify()  # a reader may be waiting on another thread
                 for seq in record.sequences:
                     self.records.pop(seq, None)
-        if not self._closed:
+        if not self._closed and not forks.is_forked():
             self.engine.drain()
 
     def step(self) -> None:
@@ -214,4 +233,5 @@ class Outputs(Iterator[RequestOutput]):
         self._ready.clear()
 
     def __del__(self) -> None:
-        self._loop.leave(self._records, wait=False)
+        if not is_finalizing():  # there is no engine left then that could abort anything
+            self._loop.leave(self._records, wait=False)

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 # Lowest first. A module imports from its own layer and from those below; a new module needs a place here.
 LAYERS = [
     "pallas_kernels wording",
-    "request quantization tiles sharding sampling.sample sampling.filters sampling.penalties "
+    "request forks quantization tiles sharding sampling.sample sampling.filters sampling.penalties "
     "sampling.logits_processors sampling.logprob_arrays text.stop_strings programs.compile_cache",
     "kv_cache models.layers batch page_allocator metrics tools.timeline",
     "scheduler attention device_facts programs.saved_programs programs.buckets",
