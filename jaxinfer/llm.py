@@ -223,7 +223,8 @@ class LLM:
         """Completions of one prompt or a list of prompts, in the order asked.
 
         Args:
-          prompts: a string, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}; or a list.
+          prompts: a string, token ids (a list or an array), {"prompt": text} or {"prompt_token_ids": ids}; or any
+            iterable of them, or an array with a row for each.
           sampling_params: for all prompts, or one for each; None takes `default_sampling_params`.
           use_tqdm: a progress bar, if the output is a terminal.
           priority: per prompt; lower runs first.
@@ -232,9 +233,8 @@ class LLM:
           ValueError: the prompt cannot run. In a list of prompts a bad one fails alone: its output has
             `error` and no `outputs`.
         """
-        return self._finish(
-            self._submit(prompts, sampling_params, priority), use_tqdm, prompts_.is_single(prompts)
-        )
+        many, single = prompts_.one_or_many(prompts)
+        return self._finish(self._submit(many, sampling_params, priority), use_tqdm, single)
 
     def stream(
         self,
@@ -248,8 +248,9 @@ class LLM:
         The last output of each request has `finished=True`. What is left is aborted when the stream is closed or
         dropped, read or not.
         """
-        records = self._submit(prompts, sampling_params, priority)
-        _raise_single(records, prompts_.is_single(prompts))
+        many, single = prompts_.one_or_many(prompts)
+        records = self._submit(many, sampling_params, priority)
+        _raise_single(records, single)
         return Outputs(self._loop, records)
 
     def chat(
@@ -292,10 +293,8 @@ class LLM:
 
         Several may run at a time, and share steps. Cancelling one, or closing it, aborts what is left of it.
         """
-        single = prompts_.is_single(prompts)
-        async for output in self._loop.stream(
-            lambda: self._submit(prompts, sampling_params, priority), single
-        ):
+        many, single = prompts_.one_or_many(prompts)
+        async for output in self._loop.stream(lambda: self._submit(many, sampling_params, priority), single):
             yield output
 
     async def astream_chat(
@@ -369,9 +368,8 @@ class LLM:
         return self._submit_all(conversations, render, sampling_params, None, arrays)
 
     def _submit(self, prompts, sampling_params, priority, arrays=None) -> list[Record]:
-        many = [prompts] if prompts_.is_single(prompts) else list(prompts)
         tokenize = partial(prompts_.tokenize, self.tokenizer)
-        return self._submit_all(many, tokenize, sampling_params, priority, arrays)
+        return self._submit_all(prompts, tokenize, sampling_params, priority, arrays)
 
     def _submit_all(self, prompts, tokenize, sampling_params, priority, arrays) -> list[Record]:
         if sampling_params is None and not self._said_defaults:

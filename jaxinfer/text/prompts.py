@@ -131,7 +131,8 @@ def encode_pairs(
     tokenizer: Tokenizer | None, contexts: Any, continuations: Seq[Any], max_tokens: int | None = None
 ) -> list[tuple[list[int], list[int]]]:
     """`encode_pair` of one context for each continuation, or one for all. ValueError names the wrong pair."""
-    many = [contexts] * len(continuations) if is_single(contexts) else list(contexts)
+    many, single = one_or_many(contexts)
+    many = many * len(continuations) if single else many
     if len(many) != len(continuations):
         raise ValueError(
             f"{len(many)} prompts for {len(continuations)} continuations; give one prompt, or one for each"
@@ -160,11 +161,31 @@ def _beginning(tokenizer: Tokenizer | None, or_eos: bool = False) -> list[int]:
     return sorted(tokenizer.eos_token_ids)[:1] if or_eos else []
 
 
-def is_single(prompts: Any) -> bool:
-    """One prompt: a string, a dict, or a list of token ids."""
-    if isinstance(prompts, str | Mapping):
-        return True
-    return len(prompts) > 0 and not isinstance(prompts[0], str | Mapping | Seq)
+def one_or_many(prompts: Any) -> tuple[list[Any], bool]:
+    """(prompts as a list, whether it was one alone): a string, a dict, or token ids, as a list or array.
+
+    Many may come as any iterable, such as a generator or an array with a row for each.
+
+    Raises:
+      ValueError: it is neither.
+    """
+    if isinstance(prompts, str | bytes | Mapping):
+        return [prompts], True
+    if prompts is None or not hasattr(prompts, "__iter__"):
+        raise ValueError(
+            f"prompts are texts or token ids, one or a list of them; {shown(prompts)} is neither"
+        )
+    prompts = _without_arrays(prompts)
+    many = list(prompts)
+    single = len(many) > 0 and not isinstance(_without_arrays(many[0]), str | Mapping | Seq)
+    # What is no number either is a bad prompt among others, and fails alone.
+    single = single and hasattr(many[0], "__index__")
+    return ([many], True) if single else (many, False)
+
+
+def _without_arrays(value: Any) -> Any:
+    """NumPy's and JAX's arrays as lists, whatever else as it is."""
+    return value.tolist() if hasattr(value, "tolist") and getattr(value, "ndim", 0) > 0 else value
 
 
 def is_single_chat(messages: Any) -> bool:
@@ -179,7 +200,7 @@ def token_ids(ids: Any) -> list[int]:
         raise ValueError("a prompt of bytes is neither text nor token ids; decode it: prompt.decode('utf-8')")
     if ids is None or not hasattr(ids, "__iter__"):
         raise ValueError(f"a prompt is text or token ids; {shown(ids)} is neither")
-    ids = list(ids)
+    ids = list(_without_arrays(ids))
     if not ids:
         raise ValueError("the prompt has no tokens; give at least one")
     wrong = [i for i in ids if isinstance(i, bool) or not hasattr(i, "__index__")]

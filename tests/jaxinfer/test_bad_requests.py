@@ -5,6 +5,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
 import psutil
 import pytest
 import text_fixtures as fixtures
@@ -92,6 +94,56 @@ def test_a_bad_prompt_fails_alone(llm: LLM, prompt: Any, says: str) -> None:
     with pytest.raises(ValueError) as raised:
         llm.generate(prompt, GREEDY)
     assert says in str(raised.value)
+
+
+def one_prompt(values: Any) -> list[Any]:
+    many, single = prompts.one_or_many(values)
+    assert single
+    return [prompts.token_ids(many[0])]
+
+
+def many_prompts(values: Any) -> list[Any]:
+    many, single = prompts.one_or_many(values)
+    assert not single
+    return [each if isinstance(each, str) else prompts.token_ids(each) for each in many]
+
+
+def test_prompts_come_as_lists_arrays_and_other_iterables(tokenizer: Tokenizer) -> None:
+    ids = np.array([1, 2, 3])
+    for one in ([1, 2, 3], (1, 2, 3), ids, jnp.asarray(ids), range(1, 4), list(ids), iter([1, 2, 3])):
+        assert one_prompt(one) == [[1, 2, 3]]
+    two = np.array([[1, 2], [3, 4]])
+    odd = np.empty(2, object)
+    odd[0], odd[1] = [1, 2], np.array([3, 4])
+    for several in (
+        two,
+        jnp.asarray(two),
+        list(two),
+        odd,
+        [[1, 2], (3, 4)],
+        iter([[1, 2], [3, 4]]),
+        two.tolist(),
+    ):
+        assert many_prompts(several) == [[1, 2], [3, 4]]
+    for texts in (np.array(["a", "b"]), {"x": "a", "y": "b"}.values(), (text for text in "ab"), ("a", "b")):
+        assert many_prompts(texts) == ["a", "b"]
+    assert prompts.one_or_many([]) == ([], False)
+    assert prompts.one_or_many("a") == (["a"], True)
+    for neither in (None, 5, 1.5, object()):
+        with pytest.raises(ValueError, match="neither"):
+            prompts.one_or_many(neither)
+    for wrong in ([1.0, 2.0], np.array([1.0, 2.0]), [True], np.array([[[1]]]), [None, 3]):
+        with pytest.raises(ValueError, match="token id"):
+            prompts.tokenize(tokenizer, prompts.one_or_many(wrong)[0][0])
+
+
+def test_arrays_and_generators_generate_the_same(llm: LLM) -> None:
+    wanted = [out.outputs[0].token_ids for out in llm.generate([[5, 6], [7, 8]], GREEDY)]
+    for several in (np.array([[5, 6], [7, 8]]), iter([[5, 6], np.array([7, 8])])):
+        assert [out.outputs[0].token_ids for out in llm.generate(several, GREEDY)] == wanted
+    assert llm.generate(jnp.array([5, 6]), GREEDY)[0].outputs[0].token_ids == wanted[0]
+    last = [out for out in llm.stream((ids for ids in [[5, 6]]), GREEDY) if out.finished]
+    assert last[0].outputs[0].token_ids == wanted[0]
 
 
 def user(content: Any, **fields: Any) -> list[dict[str, Any]]:
