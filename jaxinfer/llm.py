@@ -358,11 +358,11 @@ class LLM:
     def _submit_chat(self, messages, sampling_params, template_options, arrays=None) -> list[Record]:
         if self.tokenizer is None:
             raise ValueError("chat needs a tokenizer, and this LLM has none; give LLM(tokenizer=...)")
-        tokenizer = self.tokenizer
+        tokenizer, options = self.tokenizer, chat.known_options(template_options)
         conversations = [messages] if prompts_.is_single_chat(messages) else list(messages)
 
         def render(conversation, max_tokens):
-            ids = chat.render(tokenizer, conversation, max_tokens=max_tokens, **template_options)
+            ids = chat.render(tokenizer, conversation, max_tokens=max_tokens, **options)
             return tokenizer.decode(ids, skip_special_tokens=False), ids
 
         return self._submit_all(conversations, render, sampling_params, None, arrays)

@@ -7,6 +7,7 @@ and is encoded as plain text afterwards. (A template that builds a control token
 '<|' + role + '|>', is the exception: check roles before.)
 """
 
+import inspect
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -24,7 +25,9 @@ __all__ = ["ChatTemplateError", "render"]
 _FIRST_ATOM = 0x100000  # plane 16 of Unicode: private use
 _ATOM = re.compile("[\U00100000-\U0010ffff]")
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # transformers' tag; its space tells whether the template trims
+_NOT_OPTIONS = {"tokenizer", "messages", "max_tokens"}
 _RESERVED = {"messages", "tools", "add_generation_prompt"}
+CONTENT_FORMATS = ("auto", "string", "openai")
 MAX_DEPTH = 100  # of lists and objects inside each other in messages, tools and variables
 
 
@@ -35,6 +38,7 @@ def render(
     *,
     tools: Sequence[Mapping[str, Any]] | None = None,
     chat_template: str | None = None,
+    chat_template_content_format: str = "auto",
     chat_template_kwargs: Mapping[str, Any] | None = None,
     add_generation_prompt: bool | None = None,
     continue_final_message: bool = False,
@@ -49,6 +53,8 @@ def render(
       OpenAI has them, become the object that templates expect.
     tools: JSON schemas, as the template expects them.
     chat_template: Jinja source instead of the model's own.
+    chat_template_content_format: "string" joins the parts of a content, "openai" leaves them, "auto" looks at the
+      template.
     chat_template_kwargs: further variables of the template (such as `enable_thinking`).
     add_generation_prompt: open an assistant turn at the end; by default done unless `continue_final_message`.
     continue_final_message: leave the last message open, so that generation continues it.
@@ -65,6 +71,11 @@ def render(
     elif add_generation_prompt and continue_final_message:
         raise ValueError(
             "add_generation_prompt and continue_final_message exclude each other; set one of them"
+        )
+    if chat_template_content_format not in CONTENT_FORMATS:
+        raise ValueError(
+            f"chat_template_content_format={shown(chat_template_content_format)} must be one of "
+            f"{', '.join(CONTENT_FORMATS)}"
         )
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
         raise ValueError("messages must be a list with at least one message")
@@ -89,10 +100,20 @@ def render(
             "add_generation_prompt": bool(add_generation_prompt),
         },
         now or datetime.now(),
+        chat_template_content_format,
     )
     if continue_final_message:
         text = _cut_at_tag(text)
     return _encode(tokenizer, text, atoms, max_tokens)
+
+
+def known_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of `render` that a user gave. Others may be None, which asks for nothing; else TypeError."""
+    known = [name for name in inspect.signature(render).parameters if name not in _NOT_OPTIONS]
+    for name, value in options.items():
+        if name not in known and value is not None:
+            raise TypeError(f"chat has no option {shown(name)}; it has {', '.join(known)}")
+    return {name: value for name, value in options.items() if name in known}
 
 
 class _Atoms:

@@ -58,12 +58,12 @@ def main(descriptor: int) -> None:
 
 
 def answer_to(request: bytes) -> bytes:
-    """Renders one request, a marshalled (template, variables, ISO date), under the limits."""
+    """Renders one request, a marshalled (template, variables, ISO date, format), under the limits."""
     _limit_memory(_address_space() + MAX_BYTES + BYTES_PER_INPUT_BYTE * len(request))
     signal.setitimer(signal.ITIMER_PROF, MAX_CPU_SECONDS)
     try:
-        template, variables, now = marshal.loads(request)
-        text = render(template, variables, datetime.fromisoformat(now))
+        template, variables, now, content_format = marshal.loads(request)
+        text = render(template, variables, datetime.fromisoformat(now), content_format)
         most = MAX_TEXT_CHARS + CHARS_PER_INPUT_BYTE * len(request)
         if len(text) > most:
             return OVER_LIMIT + f"it wrote {len(text)} characters, over the limit of {most}".encode()
@@ -106,13 +106,14 @@ def _limit_memory(num_bytes: int) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (num_bytes, hard))
 
 
-def render(template: str, variables: dict[str, Any], now: datetime) -> str:
+def render(template: str, variables: dict[str, Any], now: datetime, content_format: str) -> str:
     """The text that a template makes of its variables; `messages` are plain data.
 
-    Parts of text are joined by newlines for a template that does not walk over them.
+    Parts of text are joined by newlines if `content_format` is "string", or "auto" and the template does not
+    walk over them.
     """
     program = _compiled(template)
-    if not program.handles_parts:
+    if content_format == "string" or (content_format == "auto" and not program.handles_parts):
         variables["messages"] = [_with_text(message) for message in variables["messages"]]
     return program.template.render(variables, strftime_now=now.strftime)
 

@@ -24,13 +24,15 @@ class ChatTemplateError(ValueError):
     """The template refused the conversation, or failed on it; the message is the template's own."""
 
 
-def run(template: str, variables: dict[str, Any], now: datetime) -> str:
+def run(template: str, variables: dict[str, Any], now: datetime, content_format: str = "auto") -> str:
     """The text that a chat template makes of plain data (nested less than 2,000 deep).
+
+    content_format: how content that comes as parts is given to it; see `template_worker.render`.
 
     Raises ChatTemplateError when the template refuses or fails, or takes more time, memory or text than
     `template_worker` allows it.
     """
-    request = marshal.dumps((template, variables, now.replace(tzinfo=None).isoformat()))
+    request = marshal.dumps((template, variables, now.replace(tzinfo=None).isoformat(), content_format))
     answer = _worker.ask(request)
     text = answer[1:].decode("utf-8", "surrogatepass")
     if answer[:1] == template_worker.TEXT:

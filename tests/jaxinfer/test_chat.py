@@ -276,6 +276,15 @@ def test_a_template_that_does_not_gets_text(template: str, byte_level: Tokenizer
     assert rendered(byte_level, template, user(PARTS)).endswith("text")
 
 
+def test_the_content_format_can_be_given(byte_level: Tokenizer) -> None:
+    for template in (READS_PARTS[0], READS_TEXT[0]):
+        for content_format, shows in (("string", "text"), ("openai", "parts")):
+            options = {"chat_template_content_format": content_format}
+            assert rendered(byte_level, template, user(PARTS), **options) == shows
+    with pytest.raises(ValueError, match="must be one of auto, string, openai"):
+        rendered(byte_level, CHATML, user("a"), chat_template_content_format="text")
+
+
 def called(arguments: Any) -> list[dict[str, Any]]:
     function = {"name": "weather", "arguments": arguments}
     call = {"id": "1", "type": "function", "function": function}
