@@ -8,6 +8,7 @@ import hashlib
 import logging
 import os
 import platform
+import stat
 from pathlib import Path
 
 import jax
@@ -28,7 +29,7 @@ def default_folder() -> Path:
 def enable(folder: str | Path | None) -> Path | None:
     """Use `folder` for compiled programs of any size and compile time; None switches the cache off.
 
-    A folder that cannot be written to is said once in the log, and nothing is cached.
+    A folder that cannot be written to, or that others can, is said once in the log, and nothing is cached.
 
     Returns:
       the folder in use, or None.
@@ -39,6 +40,8 @@ def enable(folder: str | Path | None) -> Path | None:
             folder.mkdir(parents=True, exist_ok=True)
             if not os.access(folder, os.W_OK):
                 raise PermissionError("not writable")
+            if problem := why_untrusted(folder):
+                raise PermissionError(problem)
         except OSError as error:
             logger.warning("programs are not cached: compilation cache folder %s: %s", folder, error)
             folder = None
@@ -48,6 +51,29 @@ def enable(folder: str | Path | None) -> Path | None:
     # jax decides on first use whether there is a cache; an array made before this call would have settled it.
     compilation_cache.reset_cache()
     return folder
+
+
+def why_untrusted(path: Path) -> str | None:
+    """Who else could have put machine code into a file or folder, as a sentence; None: nobody but its owner and root.
+
+    It has to belong to this user or to root, and only they may write to it, or the user's own primary group. In a
+    folder above it others may write if it is sticky, as /tmp is.
+    """
+    if not hasattr(os, "geteuid"):  # no POSIX system
+        return None
+    path = path.resolve()
+    status = path.stat()
+    if status.st_uid not in (0, os.geteuid()):
+        return f"{path} belongs to user {status.st_uid}, not to you ({os.geteuid()}) or root: make a copy of your own"
+    if status.st_mode & stat.S_IWOTH:
+        return f"others can write to {path}: chmod o-w {path}"
+    if status.st_mode & stat.S_IWGRP and status.st_gid not in (0, os.getegid()):
+        return f"group {status.st_gid} can write to {path}: chmod g-w {path}"
+    for above in path.parents:
+        mode = above.stat().st_mode
+        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+            return f"others can write to {above}, above {path.name}: chmod o-w {above}"
+    return None
 
 
 def cpu_features() -> str:

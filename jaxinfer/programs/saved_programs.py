@@ -3,7 +3,8 @@
 A folder has `programs.json` and one file per program, the executable as XLA serializes it. JAX's own
 `serialize_executable` pickles its trees; here nothing is pickled: the arguments are leaves of the tree of arguments,
 by their numbers, and the structure of the result is found by abstract evaluation. An executable is machine code all the
-same: only load folders that you trust as you trust a program.
+same: only load folders that you trust as you trust a program. A folder or file that others can write to, or that
+belongs to somebody else, is refused. The hash of a file lies beside it: it finds damage, not forgery.
 
 Where a compiler cannot serialize, the folder has JAX's persistent compilation cache instead, warmed: an engine
 compiles through it, and finds there what JAX takes for the same program on the same device.
@@ -181,12 +182,15 @@ class SavedPrograms:
     not be serialized; None where they are executables. Which it is, is said in the log.
 
     Raises:
-      ValueError: the folder has none, or they were compiled for another device, version or source.
+      ValueError: the folder has none, others can write to it, or they were compiled for another device, version or
+        source.
     """
 
     def __init__(self, folder: str | Path, device: jax.Device) -> None:
         self._folder, self._device = Path(folder).expanduser(), device
         manifest = _read(self._folder)
+        for name in ("", MANIFEST):
+            _trusted(self._folder, name)
         for name, here in facts(device.platform, device.device_kind).items():
             if manifest["facts"].get(name) != here:
                 raise ValueError(
@@ -197,6 +201,7 @@ class SavedPrograms:
         cached = [entry["why"] for entry in self._programs.values() if "cached" in entry]
         self.cache = self._folder / CACHE if cached else None
         if cached:
+            _trusted(self._folder, CACHE)
             logger.warning(
                 "%d of the %d programs in %s are no executables, since their compiler could not serialize them (%s): "
                 "they are compiled here, through the persistent cache in %s",
@@ -223,7 +228,7 @@ class SavedPrograms:
             )
         if "cached" in entry:
             return None
-        data = (self._folder / entry["file"]).read_bytes()
+        data = _trusted(self._folder, entry["file"]).read_bytes()
         if hashlib.sha256(data).hexdigest() != entry["sha256"]:
             raise ValueError(f"{self._folder / entry['file']} is damaged: compile it again")
         devices = _jax.DeviceList((self._device,))
@@ -253,17 +258,56 @@ class _Executable:
 
 
 def _read(folder: Path) -> dict[str, Any]:
+    path = folder / MANIFEST
     try:
-        manifest = json.loads((folder / MANIFEST).read_text())
-        if not isinstance(manifest, dict) or {"facts", "model", "options", "programs"} - set(manifest):
-            raise ValueError("entries are missing")
+        manifest = json.loads(path.read_text())
+        _check_manifest(manifest)
     except OSError:
         raise ValueError(
             f"{folder} has no {MANIFEST}: make one with `jaxinfer compile --save {folder}`"
         ) from None
-    except ValueError as error:
-        raise ValueError(f"{folder / MANIFEST} cannot be read: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
     return manifest
+
+
+def _check_manifest(manifest: Any) -> None:
+    """Raises ValueError for what `Folder` does not write. It names files, never paths: nothing leads out of the folder."""
+    if not isinstance(manifest, dict) or {"facts", "model", "options", "programs"} - set(manifest):
+        raise ValueError("entries are missing")
+    for key in ("facts", "options", "programs"):
+        if not isinstance(manifest[key], dict):
+            raise ValueError(f"{key} is {type(manifest[key]).__name__}, not an object")
+    for name, entry in manifest["programs"].items():
+        if not isinstance(entry, dict) or not isinstance(entry.get("identity"), str):
+            raise ValueError(f"program {name} has no identity")
+        files = entry.get("cached", [entry.get("file")])
+        if not isinstance(files, list) or not all(map(_is_plain_name, files)):
+            raise ValueError(f"program {name} names {files}, and no file in this folder")
+        numbers = entry.get("arguments")
+        is_list = isinstance(numbers, list) and all(type(i) is int and i >= 0 for i in numbers)
+        if "cached" not in entry and (not is_list or not isinstance(entry.get("sha256"), str)):
+            raise ValueError(f"program {name} has no sha256, or no numbers of its arguments")
+
+
+def _is_plain_name(file: Any) -> bool:
+    return isinstance(file, str) and Path(file).name == file and file not in ("", "..") and "\0" not in file
+
+
+def _trusted(folder: Path, name: str = "") -> Path:
+    """A file of the folder, or the folder itself. Raises ValueError if it may hold machine code of somebody else."""
+    path = folder / name
+    try:
+        if name and path.resolve(strict=True).parent != folder.resolve():
+            raise ValueError(
+                f"{path} is a link out of its folder: programs are machine code; put the file there"
+            )
+        problem = compile_cache.why_untrusted(path)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+    if problem is not None:
+        raise ValueError(f"{problem}; programs are machine code, and run as you")
+    return path
 
 
 @cache

@@ -467,6 +467,71 @@ def test_a_damaged_executable_is_refused(tiny, saved, tmp_path):
             llm.warmup(use_tqdm=False)
 
 
+def copied(folder, target):
+    """A copy of a folder of programs, and its manifest."""
+    for path in folder.iterdir():
+        (target / path.name).write_bytes(path.read_bytes())
+    return json.loads((target / saved_programs.MANIFEST).read_text())
+
+
+@pytest.mark.parametrize("file", ["../x.bin", "/etc/passwd", "..", "", 7, None, "a\0b"])
+def test_a_manifest_that_names_a_path_is_refused(saved, tmp_path, file):
+    manifest = copied(saved[0], tmp_path)
+    next(iter(manifest["programs"].values()))["file"] = file
+    (tmp_path / saved_programs.MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(ValueError, match=r"programs.json cannot be read: program .* names .*no file in this"):
+        saved_programs.SavedPrograms(tmp_path, jax.devices()[0])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda manifest: [],
+        lambda manifest: manifest | {"programs": []},
+        lambda manifest: manifest | {"programs": {"p": 1}},
+        lambda manifest: manifest | {"programs": {"p": {"identity": "", "file": "a", "arguments": [-1]}}},
+        lambda manifest: manifest | {"programs": {"p": {"identity": "", "cached": "../x"}}},
+    ],
+)
+def test_a_manifest_of_another_kind_is_refused(saved, tmp_path, change):
+    manifest = copied(saved[0], tmp_path)
+    (tmp_path / saved_programs.MANIFEST).write_text(json.dumps(change(manifest)))
+    with pytest.raises(ValueError, match=r"programs.json cannot be read: "):
+        saved_programs.SavedPrograms(tmp_path, jax.devices()[0])
+
+
+def test_programs_that_others_could_have_written_are_refused(tiny, saved, tmp_path):
+    (tmp_path / "programs").mkdir()
+    folder = tmp_path / "programs"
+    manifest = copied(saved[0], folder)
+    name, entry = next(iter(manifest["programs"].items()))
+    file = folder / entry["file"]
+    device = jax.devices()[0]
+    for path in (folder, folder / saved_programs.MANIFEST, tmp_path):
+        mode = path.stat().st_mode
+        path.chmod(mode | 0o002)
+        with pytest.raises(ValueError, match=rf"others can write to {path}.*chmod o-w.* run as you"):
+            saved_programs.SavedPrograms(folder, device)
+        path.chmod(mode)
+    programs = saved_programs.SavedPrograms(folder, device)
+    file.chmod(0o666)
+    with pytest.raises(ValueError, match="others can write to"):
+        programs.load(name, entry["identity"], lambda: None, ())
+    file.rename(tmp_path / "outside")
+    file.symlink_to(tmp_path / "outside")
+    with pytest.raises(ValueError, match="is a link out of its folder"):
+        programs.load(name, entry["identity"], lambda: None, ())
+
+
+def test_programs_of_another_user_are_refused(saved, monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    if saved[0].stat().st_uid == 0:
+        saved_programs.SavedPrograms(saved[0], jax.devices()[0])  # root can do all it wants
+    else:
+        with pytest.raises(ValueError, match=r"belongs to user \d+, not to you \(12345\)"):
+            saved_programs.SavedPrograms(saved[0], jax.devices()[0])
+
+
 def test_a_folder_takes_programs_of_one_setting_only(saved):
     folder, _ = saved
     manifest = json.loads((folder / saved_programs.MANIFEST).read_text())

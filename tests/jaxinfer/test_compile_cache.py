@@ -57,3 +57,16 @@ def test_the_folder_is_named_after_versions_and_processor():
 
     name = compile_cache.default_folder().name
     assert f"jax-{jax.__version__}" in name and len(name.rsplit("-", 1)[1]) == 12
+
+
+def test_a_folder_that_others_can_write_to_is_said_and_nothing_is_cached(tmp_path, caplog):
+    folder = tmp_path / "cache"
+    folder.mkdir()
+    folder.chmod(0o777)
+    try:
+        assert compile_cache.enable(folder) is None
+        assert f"programs are not cached: compilation cache folder {folder}: others can write" in caplog.text
+        folder.chmod(0o755)
+        assert compile_cache.enable(folder) == folder
+    finally:
+        compile_cache.enable(compile_cache.default_folder())
