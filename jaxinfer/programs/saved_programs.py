@@ -272,7 +272,7 @@ def _read(folder: Path) -> dict[str, Any]:
 
 
 def _check_manifest(manifest: Any) -> None:
-    """Raises ValueError for what `Folder` does not write. It names files, never paths: nothing leads out of the folder."""
+    """Raises ValueError for what `Folder` does not write. Files have names, not paths: nothing leads out of it."""
     if not isinstance(manifest, dict) or {"facts", "model", "options", "programs"} - set(manifest):
         raise ValueError("entries are missing")
     for key in ("facts", "options", "programs"):
