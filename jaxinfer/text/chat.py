@@ -79,11 +79,7 @@ def render(
         )
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
         raise ValueError("messages must be a list with at least one message")
-    if chat_template_kwargs is not None and not isinstance(chat_template_kwargs, Mapping):
-        raise TypeError(f"chat_template_kwargs is an object of variables, not {shown(chat_template_kwargs)}")
-    variables = dict(chat_template_kwargs or {})
-    if clash := sorted(_RESERVED & variables.keys()):
-        raise ValueError(f"chat_template_kwargs must not hold {clash[0]!r}; it is an argument of its own")
+    variables = _checked_variables(chat_template_kwargs)
 
     atoms = _Atoms(tokenizer, source)
     chat = [_checked_message(message, i, atoms) for i, message in enumerate(messages)]
@@ -108,12 +104,12 @@ def render(
 
 
 def known_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of `render` that a user gave. Others may be None, which asks for nothing; else TypeError."""
+    """Options of `render` that a user gave; None asks for nothing. Raises TypeError for others, naming them."""
     known = [name for name in inspect.signature(render).parameters if name not in _NOT_OPTIONS]
     for name, value in options.items():
         if name not in known and value is not None:
             raise TypeError(f"chat has no option {shown(name)}; it has {', '.join(known)}")
-    return {name: value for name, value in options.items() if name in known}
+    return {name: value for name, value in options.items() if value is not None}
 
 
 class _Atoms:
@@ -226,6 +222,15 @@ def _with_parsed_arguments(call: Any, place: str) -> Any:
     if not isinstance(arguments, dict):
         raise ValueError(f"{place}.arguments must be an object, or JSON text of one, not {shown(text)}")
     return {**call, "arguments": arguments}
+
+
+def _checked_variables(variables: Mapping[str, Any] | None) -> dict[str, Any]:
+    if variables is not None and not isinstance(variables, Mapping):
+        raise TypeError(f"chat_template_kwargs is an object of variables, not {shown(variables)}")
+    given = dict(variables or {})
+    if clash := sorted(_RESERVED & given.keys()):
+        raise ValueError(f"chat_template_kwargs must not hold {clash[0]!r}; it is an argument of its own")
+    return given
 
 
 def _checked_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[Mapping[str, Any]] | None:

@@ -60,19 +60,21 @@ class Tokenizer:
         """
         if max_tokens is not None:
             self._refuse_longer(text, max_tokens)
-        ids = _tokenized(text, lambda: self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        ids = self._ids(text, add_special_tokens)
         bos = self.bos_token_id
         if self.adds_bos and add_special_tokens and ids[:2] == [bos, bos]:
             return ids[1:]
         return ids
+
+    def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
+        return _tokenized(text, lambda: self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def _refuse_longer(self, text: str, max_tokens: int) -> None:
         """Tokenizes beginnings of a long text, each twice the last. The end of one may be cut otherwise than
         in the whole text: `_AT_A_CUT` tokens are allowed for that."""
         length = _CHARS_PER_TOKEN * (max_tokens + _AT_A_CUT)
         while length < len(text):
-            beginning = text[:length]
-            ids = _tokenized(beginning, lambda: self.backend.encode(beginning, add_special_tokens=False).ids)  # noqa: B023
+            ids = self._ids(text[:length], False)
             if len(ids) > max_tokens + _AT_A_CUT:
                 raise too_long(len(text), max_tokens)
             length *= 2
@@ -149,7 +151,7 @@ class Tokenizer:
         """Whether `encode` puts BOS before a text."""
         if self.bos_token_id is None:
             return False
-        return _tokenized("", lambda: self.backend.encode("").ids)[:1] == [self.bos_token_id]
+        return self._ids("", True)[:1] == [self.bos_token_id]
 
     @property
     def chat_template(self) -> str | None:

@@ -184,7 +184,9 @@ def test_deep_options_of_a_chat_are_one_sentence(llm: LLM, options: dict[str, An
 def test_options_of_a_chat_that_do_not_exist_are_named(llm: LLM) -> None:
     with pytest.raises(TypeError, match="no option 'lora_request'; it has tools, "):
         llm.chat(user("hello"), GREEDY, lora_request=object())
-    assert llm.chat(user("hello"), GREEDY, lora_request=None, tools=None)[0].error is None
+    assert (
+        llm.chat(user("hello"), GREEDY, lora_request=None, chat_template_content_format=None)[0].error is None
+    )
 
 
 @pytest.mark.parametrize("field", ["stop", "bad_words"])
