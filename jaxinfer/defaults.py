@@ -11,7 +11,6 @@ from jaxinfer.device_facts import DeviceFacts
 from jaxinfer.pallas_kernels.quantized_matmul import gpu_schedule
 from jaxinfer.pallas_kernels.quantized_matmul.tuning import w8a8_products
 from jaxinfer.pallas_kernels.ragged_paged_attention.gpu_tuning import DECODE_LIMITS
-from jaxinfer.quantization import Kernels
 from jaxinfer.tiles import TILE
 
 # platform of a jax device -> dtype of weights and activations
@@ -97,10 +96,11 @@ def products(device: DeviceFacts) -> Choice:
     return Choice(value, f"the matrix unit of {device.device_kind} has no int8 products")
 
 
-def kernels(device: DeviceFacts) -> Kernels:
-    """The kernels that multiply by plain matrices."""
-    name = "cpu" if device.platform == "cpu" else "xla"
-    return Kernels(matmul=name, gated_mlp=name)
+def plain_matmul(device: DeviceFacts) -> Choice:
+    """The kernels that multiply by plain matrices: a key of dense_matmul.IMPLEMENTATIONS and gated_mlp's."""
+    if device.platform == "cpu":
+        return Choice("cpu", "the device is a CPU")
+    return Choice("xla", f"XLA's own products are the fast ones on a {device.platform.upper()}")
 
 
 def quantized_matmul(device: DeviceFacts, shapes: Iterable[tuple[int, int]]) -> Choice:

@@ -22,6 +22,7 @@ from jaxinfer.options import SHAPES, LLMOptions
 from jaxinfer.programs.buckets import Buckets, Program
 from jaxinfer.programs.compile import Programs, example_arguments
 from jaxinfer.programs.saved_programs import SavedPrograms
+from jaxinfer.quantization import Kernels
 from jaxinfer.sampling import sample
 from jaxinfer.sampling.sample import SamplingBatch
 from jaxinfer.scheduler import SchedulerConfig
@@ -125,7 +126,8 @@ def resolve(
     config = model.config
     if not model.weights_given:
         config = replace(config, dtype=defaults.dtype(options.dtype, device.platform))
-    config = replace(config, kernels=defaults.kernels(device))
+    products = defaults.plain_matmul(device)
+    config = replace(config, kernels=Kernels(matmul=products.value, gated_mlp=products.value))
     longest = config.max_position_embeddings
     max_model_len = longest if options.max_model_len is None else options.max_model_len
     if max_model_len > longest:
@@ -179,7 +181,7 @@ def resolve(
         compiler_options=defaults.compiler_options(device),
         plan=plan,
         plan_problem=problem,
-        choices={"attention": attention} | choices,
+        choices={"attention": attention, "products": products} | choices,
     )
 
 
@@ -197,5 +199,5 @@ def _weight_form(
     products = defaults.products(device)
     smooth = device.platform == "cpu" and hasattr(model.module, "SMOOTHED")
     matmul = defaults.quantized_matmul(device, weight_forms.matrix_shapes(model, config))
-    choices |= {"products in int8": products, "kernels of them": matmul}
+    choices |= {"products in int8": products, "products with quantized matrices": matmul}
     return WeightForm(options.quantize, products.value, smooth, matmul=matmul.value), choices

@@ -51,6 +51,8 @@ OPTIONS = {"max_model_len": 4096}
 STARTS = 3  # of each kind
 SLOWER_START = 2.0  # seconds that looking for a TPU or GPU may take
 SMOKE_TARGETS = ("v5e", "v6e", "h200")
+QUANTIZED_TARGETS = ("v6e", "h200")  # of w8a8
+QUANTIZED_MATRICES = 7 * 30  # of SmolLM2's layers: each is multiplied by the chip's own kernel
 SMOKE_PROGRAMS = ("prefill[32,32] greedy", "decode[64,1] greedy")
 TOO_LARGE = ("decode[64,8] greedy",)  # of Llama-3-8B in bfloat16, for one v5e
 SMOKE_KERNELS = {  # parts of the names of cases
@@ -68,15 +70,23 @@ def model_folder(name: str, parent: Path) -> str:
 
 
 def programs(
-    model: str, target: str, which: str | Sequence[str], search: bool, keep: Callable[[dict[str, Any]], Any]
+    model: str,
+    target: str,
+    which: str | Sequence[str],
+    search: bool,
+    keep: Callable[[dict[str, Any]], Any],
+    **options: Any,
 ) -> dict[str, Any]:
-    """Keeps a record of each program of a model on a target, and returns one of the whole, with kind "model"."""
+    """Keeps a record of each program of a model on a target, and returns one of the whole, with kind "model".
+
+    options: of `LLM`, beside OPTIONS.
+    """
     where = {"model": model, "target": target}
     with tempfile.TemporaryDirectory() as folder:
         result = compile_model(
             model_folder(model, Path(folder)),
             target,
-            options=OPTIONS,
+            options=OPTIONS | options,
             which=which,
             search=search,
             say=lambda line: print(f"{model} {target} {line}", flush=True),
@@ -186,6 +196,21 @@ def plain_start() -> list[str]:
     return [] if same and slower < SLOWER_START else [f"a plain start is not what it was: {found}"]
 
 
+def quantized_kernels(target: str) -> list[str]:
+    """What is wrong with SmolLM2 in w8a8 on a target, whose programs call the kernel of quantized matrices."""
+    records: list[dict[str, Any]] = []
+    whole = programs("smollm2-135m", target, SMOKE_PROGRAMS, False, records.append, quantize="w8a8")
+    if not whole["ok"]:
+        return [f"smollm2-135m in w8a8 on {target}: {whole['error']}"]
+    calls = {r["program"]: r["kernel_calls"] for r in records if r["kind"] == "program"}
+    return [
+        f"{program} of smollm2-135m in w8a8 on {target} calls {found or 'no kernel'}, not {QUANTIZED_MATRICES} times "
+        "quantized_matmul"
+        for program, found in calls.items()
+        if found.get("quantized_matmul") != QUANTIZED_MATRICES
+    ]
+
+
 def smoke() -> list[str]:
     """What is wrong; nothing if all is well."""
     wrong = plain_start()
@@ -201,6 +226,8 @@ def smoke() -> list[str]:
                 print(json.dumps(record), flush=True)
                 if record["result"] != "compiled":
                     wrong.append(f"{record['case']} on {target}: {record['result']} {record.get('why', '')}")
+    for target in QUANTIZED_TARGETS:
+        wrong += quantized_kernels(target)
     large = programs("llama3-8b", "v5e", TOO_LARGE, search=False, keep=lambda record: None)
     if large["ok"] or "more than" not in large["error"]:
         wrong.append(f"llama3-8b in bfloat16 is not refused on one v5e for its size: {large['error']}")

@@ -684,6 +684,27 @@ def test_cycles_count_as_often_as_loops_run_and_drop_placeholders():
     )
 
 
+def test_calls_of_kernels_are_counted_by_name():
+    """As XLA:TPU and XLA:GPU write them, shortened; neither cuBLAS nor a fusion is a kernel of ours."""
+    tpu = r"""ENTRY %main (x: s8[64,576]) -> bf16[64,192] {
+  %q.1 = bf16[64,192]{1,0} custom-call(%x), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={}}, metadata={op_name="jit(run_steps)/jit(layer)/jit(_call)/quantized_matmul/pallas_call" stack_frame_id=1}, backend_config={"custom_call_config":{"body":"TUzv"}}
+  %q.2 = bf16[64,192]{1,0} custom-call(%x), custom_call_target="tpu_custom_call", metadata={op_name="jit(run_steps)/quantized_matmul/pallas_call"}
+  ROOT %fusion.1 = bf16[64,192]{1,0} fusion(%q.1), metadata={op_name="jit(run_steps)/quantized_matmul/pallas_call"}
+}
+"""  # noqa: E501
+    gpu = r"""ENTRY %main (x: s8[64,576]) -> bf16[64,192] {
+  %m.1 = bf16[64,192]{1,0} custom-call(%x), custom_call_target="mosaic_gpu_v2", metadata={op_name="jit(_write_by_tma)/kv_append_block/mpmd_map" stack_frame_id=1}, backend_config={kernel_hash = "H"}
+  ROOT %gemm = bf16[64,192]{1,0} custom-call(%x), custom_call_target="__cublas$gemm", metadata={op_name="jit(run_steps)/dot_general"}
+}
+"""  # noqa: E501
+    assert hlo.kernel_calls(hlo.parse(tpu)) == {"quantized_matmul": 2}
+    assert hlo.kernel_calls(hlo.parse(gpu)) == {"kv_append_block": 1}
+    found = report.findings(
+        {"page_copies": [], "cache_aliased": True, "collectives": {}, "kernel_calls": {"quantized_matmul": 2}}
+    )
+    assert "calls of kernels: quantized_matmul x2" in found
+
+
 # Two layers' calls of one kernel and one of another, as XLA:GPU writes them, shortened.
 GPU_HLO = r"""HloModule jit_run_steps
 

@@ -125,7 +125,7 @@ def test_each_weight_has_the_kernel_of_its_device(device, wide, plain, quantized
     layer = found.weights().layers[0]
     names = ("q_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     assert {getattr(layer, name).implementation for name in names} == {quantized}
-    choice = found.choices["kernels of them"]
+    choice = found.choices["products with quantized matrices"]
     assert choice.value == quantized and choice.reason
 
 

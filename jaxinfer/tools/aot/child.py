@@ -243,6 +243,7 @@ class Child:
             "page_copies": hlo.copies(text, _page_shape(found)),
             "page_moves": hlo.moves(text, _page_shape(found)),
             "collectives": hlo.collectives(text),
+            "kernel_calls": hlo.kernel_calls(text),
         }
         if self.target.platform == "tpu":
             facts["cycles"] = asdict(hlo.cycles(text))

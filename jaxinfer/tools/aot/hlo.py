@@ -29,6 +29,10 @@ _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _CONDITION = re.compile(r"condition=%?([\w.\-]+)")
 _CONSTANT = re.compile(r"constant\((\d+)\)")
 _KERNEL_HASH = re.compile(r'kernel_hash = "((?:[^"\\]|\\.)*)"')
+# A Pallas call by the name of its kernel, as a TPU and a GPU have it.
+_PALLAS = re.compile(
+    r'custom_call_target="(?:tpu_custom_call|mosaic_gpu\w*)".*op_name="(?:[^"]*/)?(\w+)/(?:pallas_call|mpmd_map)"'
+)
 _COST = re.compile(r'"cost_estimate":(\{[^}]*\})')
 
 
@@ -115,6 +119,12 @@ def collectives(program: Program) -> dict[str, int]:
         if name in COLLECTIVES:
             found[name] += 1
     return dict(found)
+
+
+def kernel_calls(program: Program) -> dict[str, int]:
+    """Name of each Pallas kernel -> number of calls of it, in any computation."""
+    calls = (_PALLAS.search(i.text) for i in program.instructions() if i.opcode == "custom-call")
+    return dict(sorted(Counter(call[1] for call in calls if call).items()))
 
 
 def gpu_kernels(program: Program) -> dict[str, str]:
