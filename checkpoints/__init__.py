@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
+from jaxinfer.checkpoints.files import CheckpointError, is_gguf
 from jaxinfer.checkpoints.huggingface import open_checkpoint as open_huggingface
 from jaxinfer.checkpoints.loading import (
     Checkpoint,
-    CheckpointError,
     TensorSource,
     load_weights,
     weights_from_tree,
@@ -22,14 +22,17 @@ __all__ = [
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
-    """Opens a GGUF file or a Hugging Face folder; no tensor is read yet. Raises CheckpointError."""
+    """Opens a GGUF file (whatever its name is) or a Hugging Face folder; no tensor is read yet.
+
+    Raises CheckpointError.
+    """
     path = Path(path).expanduser()
     if path.is_dir():
         return open_huggingface(path)
-    if not path.is_file():
-        raise CheckpointError(f"{path} does not exist; give a .gguf file or a folder with config.json")
-    if path.suffix != ".gguf":
-        raise CheckpointError(f"{path} is neither a .gguf file nor a folder with config.json and safetensors")
+    if not path.exists():
+        raise CheckpointError(f"{path} does not exist; give a GGUF file or a folder with config.json")
+    if not is_gguf(path):
+        raise CheckpointError(f"{path} is neither a GGUF file nor a folder with config.json and safetensors")
     try:
         from jaxinfer.checkpoints.gguf import (
             open_checkpoint as open_gguf,  # here: nothing else needs the gguf package

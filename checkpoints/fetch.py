@@ -57,16 +57,17 @@ def resolve(model: str | Path, revision: str | None = None, token: str | bool | 
     """The file or folder of `model`, fetched if need be; the log says which one was taken.
 
     Args:
-      model: a catalog name, a folder, a .gguf file, or org/name of the Hugging Face hub. The first of these
+      model: a catalog name, a folder, a GGUF file, or org/name of the Hugging Face hub. The first of these
         that exists is taken.
       revision, token: for a hub name, see `hub.snapshot`; refused for anything else.
 
     Raises FetchError.
     """
+    refuse_empty(model)
     entries, path = catalog(), Path(model).expanduser()
     if str(model) in entries:
         kind = "the catalog"
-    elif path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
+    elif path.exists():  # what it is, the reader judges
         kind = "this machine"
     else:
         from jaxinfer.checkpoints import hub  # here: it takes half a second that other models need not wait
@@ -75,13 +76,21 @@ def resolve(model: str | Path, revision: str | None = None, token: str | bool | 
             return hub.snapshot(str(model), revision, token)
         raise FetchError(
             f"no model {str(model)!r}: give a catalog name ({', '.join(entries)}), a folder with config.json "
-            "and safetensors or a .gguf file, or org/name of the Hugging Face hub"
+            "and safetensors or a GGUF file, or org/name of the Hugging Face hub"
         )
     for option, value in (("revision", revision), ("token", token)):
         if value is not None:
             raise FetchError(f"{option}=... is for models of the hub, and {str(model)!r} is one of {kind}")
     logger.info("model %s: from %s", model, kind)
     return fetch(str(model)) if kind == "the catalog" else path
+
+
+def refuse_empty(model: str | Path) -> None:
+    """Raises FetchError for an empty name, which as a path would be the current folder (an unset variable, say)."""
+    if not str(model).strip():
+        raise FetchError(
+            f"the model's name is empty; give {', '.join(catalog())}, a folder, a GGUF file, or org/name"
+        )
 
 
 def is_here(name: str, cache_folder: Path | None = None) -> bool:

@@ -12,15 +12,19 @@ import struct
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NoReturn
 
 import gguf
 import ml_dtypes
 import numpy as np
 
 from jaxinfer.checkpoints import gguf_blocks
+from jaxinfer.checkpoints.files import GGUF_MAGIC, MIB, CheckpointError, check_is_no_pointer, check_regular
 from jaxinfer.checkpoints.gguf_blocks import Blocks, split
-from jaxinfer.checkpoints.loading import Checkpoint, CheckpointError, TensorSource, settle_tied_head
+from jaxinfer.checkpoints.loading import Checkpoint, TensorSource, check_against_tensors, settle_tied_head
+from jaxinfer.checkpoints.token_ids import valid_ids
+from jaxinfer.models.hf_config import RANGES, ROPE_RANGES, Range, check_values
+from jaxinfer.wording import listed, shown
 
 ARCHITECTURES = ("llama", "qwen3")  # general.architecture, the same word as Hugging Face's model_type
 
@@ -65,18 +69,25 @@ HF_CONFIG_KEYS = {
     "attention.sliding_window": "sliding_window",
     "rope.freq_base": "rope_theta",
 }
-# Keys that `_config` translates or checks by hand; any other "{arch}." key is refused by name.
-CHECKED_KEYS = {
-    "vocab_size",
-    "attention.key_length",
-    "attention.value_length",
-    "rope.dimension_count",
-    "rope.scale_linear",
-    "rope.scaling.type",
-    "rope.scaling.factor",
-    "rope.scaling.original_context_length",
-    "rope.scaling.finetuned",
+# Keys that `_config` translates or checks by hand, and what they may be; any other "{arch}." key is refused by name.
+KIND_NAMES: dict[Any, str] = {str: "a text", bool: "true or false"}
+CHECKED_KEYS: dict[str, Any] = {
+    "vocab_size": RANGES["vocab_size"],
+    "attention.key_length": RANGES["head_dim"],
+    "attention.value_length": RANGES["head_dim"],
+    "rope.dimension_count": RANGES["head_dim"],
+    "rope.scale_linear": ROPE_RANGES["factor"],
+    "rope.scaling.type": str,
+    "rope.scaling.factor": ROPE_RANGES["factor"],
+    "rope.scaling.original_context_length": RANGES["max_position_embeddings"],
+    "rope.scaling.finetuned": bool,
 }
+
+END_KEYS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
+
+# Metadata and tensor positions together; the largest published vocabularies take a quarter of it.
+MAX_HEADER_BYTES = 64 * MIB
+MAX_AXES = 4  # ggml's own
 
 # The type of the array that is read; what the file holds in blocks is dequantized to float32.
 READ_DTYPES = {
@@ -113,13 +124,13 @@ def open_checkpoint(path: Path) -> Checkpoint:
     header = read_header(path)
     metadata = header.metadata
     architecture = metadata.get("general.architecture")
-    if architecture not in ARCHITECTURES:
+    if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
         raise CheckpointError(
-            f"{path}: architecture {architecture!r} is not one of {', '.join(ARCHITECTURES)}"
+            f"{path}: architecture {shown(architecture)} is not one of {', '.join(ARCHITECTURES)}"
         )
-    if metadata.get("split.count", 1) > 1:
+    if metadata.get("split.count") not in (None, 0, 1):
         raise CheckpointError(
-            f"{path} is one of {metadata['split.count']} parts; join them with llama.cpp's gguf-split --merge"
+            f"{path} is one of {shown(metadata['split.count'])} parts; join them with llama.cpp's gguf-split --merge"
         )
     if not header.tensors:
         raise CheckpointError(f"{path} holds a vocabulary but no tensors, so it cannot be used as a model")
@@ -129,9 +140,15 @@ def open_checkpoint(path: Path) -> Checkpoint:
         if name == ROPE_FREQS:
             continue
         tensors[_hf_name(name)] = _source(path, name, tensor, _permuted_head_dim(name, config))
+    check_against_tensors(config, tensors, path)
     settle_tied_head(config, tensors, path)
-    end_keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
-    end_token_ids = tuple(dict.fromkeys(metadata[key] for key in end_keys if key in metadata))
+    end_token_ids = tuple(
+        dict.fromkeys(
+            id_
+            for key in END_KEYS
+            for id_ in valid_ids(metadata.get(key), f"{path}: {key}", config["vocab_size"])
+        )
+    )
     return Checkpoint(config, tensors, None, end_token_ids, path, "gguf", metadata)
 
 
@@ -159,9 +176,10 @@ def _config(path: Path, header: GGUFHeader) -> dict[str, Any]:
     architecture = header.metadata["general.architecture"]
     prefix = architecture + "."
     keys = {key.removeprefix(prefix): v for key, v in header.metadata.items() if key.startswith(prefix)}
-    unknown = sorted(set(keys) - set(HF_CONFIG_KEYS) - CHECKED_KEYS)
+    unknown = sorted(set(keys) - set(HF_CONFIG_KEYS) - set(CHECKED_KEYS))
     if unknown:
-        raise CheckpointError(f"{path}: not supported: {', '.join(prefix + key for key in unknown)}")
+        raise CheckpointError(f"{path}: not supported: {listed([prefix + key for key in unknown])}")
+    _check_values(path, prefix, keys)
     config: dict[str, Any] = {"model_type": architecture, "hidden_act": "silu"}
     for key, hf_key in HF_CONFIG_KEYS.items():
         if key in keys:
@@ -171,6 +189,8 @@ def _config(path: Path, header: GGUFHeader) -> dict[str, Any]:
     lacking += [name for name in ("token_embd.weight",) if name not in header.tensors]
     if lacking:
         raise CheckpointError(f"{path} lacks {', '.join(lacking)}")
+    if config.get("sliding_window") == 0:  # llama.cpp's word for none
+        config["sliding_window"] = None
     heads = config["num_attention_heads"]
     config.setdefault("num_key_value_heads", heads)
     config["head_dim"] = keys.get("attention.key_length", config["hidden_size"] // heads)
@@ -179,14 +199,34 @@ def _config(path: Path, header: GGUFHeader) -> dict[str, Any]:
             raise CheckpointError(
                 f"{path}: {prefix}{key} {keys[key]} is not the head_dim {config['head_dim']}: not supported"
             )
-    config["vocab_size"] = header.tensors["token_embd.weight"].shape[0]
+    embedding = header.tensors["token_embd.weight"].shape
+    if len(embedding) != 2:
+        raise CheckpointError(
+            f"{path}: token_embd.weight has shape {list(embedding)}, not [vocabulary, width]"
+        )
+    config["vocab_size"] = embedding[0]
     config["attention_bias"] = "blk.0.attn_q.bias" in header.tensors
     config["rope_theta"] = config.get("rope_theta", 10000.0)  # llama.cpp's default for both architectures
     config["rope_scaling"] = _rope_scaling(path, header, keys, config)
-    for name in ("bos", "eos"):
-        if f"tokenizer.ggml.{name}_token_id" in header.metadata:
-            config[f"{name}_token_id"] = header.metadata[f"tokenizer.ggml.{name}_token_id"]
+    try:
+        check_values(config)
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {error}") from None
     return config
+
+
+def _check_values(path: Path, prefix: str, keys: dict[str, Any]) -> None:
+    """Raises CheckpointError for a key of the architecture whose value has a wrong kind or range, by its GGUF name."""
+    for key, value in keys.items():
+        bounds = CHECKED_KEYS[key] if key in CHECKED_KEYS else RANGES[HF_CONFIG_KEYS[key]]
+        if key == "attention.sliding_window" and value == 0:
+            continue
+        if isinstance(bounds, Range):
+            problem = bounds.problem(value)
+        else:
+            problem = None if isinstance(value, bounds) else f"is {shown(value)}, not {KIND_NAMES[bounds]}"
+        if problem:
+            raise CheckpointError(f"{path}: {prefix}{key} {problem}")
 
 
 def _rope_scaling(
@@ -205,6 +245,8 @@ def _rope_scaling(
             raise CheckpointError(
                 f"{path}: {ROPE_FREQS} has shape {list(divisors.shape)}, not [{config['head_dim'] // 2}]"
             )
+        if not (np.isfinite(divisors) & (divisors > 0)).all():
+            raise CheckpointError(f"{path}: {ROPE_FREQS} holds divisors that are not finite or not over 0")
         return {"rope_type": "factors", "factors": divisors.astype(np.float32).tolist()}
     if kind == "none" or (kind == "linear" and factor == 1.0):
         return None
@@ -270,10 +312,13 @@ def _published_order(num_rows: int, head_dim: int) -> np.ndarray:
 
 def read_header(path: Path) -> GGUFHeader:
     """Reads metadata and tensor positions; CheckpointError for a file that is not whole and valid GGUF."""
+    check_regular(path)
     size = os.path.getsize(path)
     with open(path, "rb") as file:
+        check_is_no_pointer(path, file.read(64))
+        file.seek(0)
         reader = _Reader(path, file, size)
-        if reader.take(4) != b"GGUF":
+        if reader.take(4) != GGUF_MAGIC:
             raise CheckpointError(f"{path} is not a GGUF file: it does not start with the letters GGUF")
         version = reader.scalar("I")
         if version not in (2, 3):
@@ -285,44 +330,69 @@ def read_header(path: Path) -> GGUFHeader:
         for _ in range(pair_count):
             key = reader.string()
             if key in metadata:
-                raise CheckpointError(f"{path}: metadata key {key} appears twice")
-            metadata[key] = reader.value(reader.scalar("I"))
+                raise CheckpointError(f"{path}: metadata key {shown(key)} appears twice")
+            metadata[key] = reader.value(key)
         infos = [reader.tensor_info() for _ in range(tensor_count)]
         alignment = metadata.get("general.alignment", 32)
-        if not isinstance(alignment, int) or alignment < 1:
-            raise CheckpointError(f"{path}: general.alignment {alignment!r} is not a positive number")
+        if type(alignment) is not int or not 1 <= alignment <= MIB or alignment & (alignment - 1):
+            raise CheckpointError(
+                f"{path}: general.alignment is {shown(alignment)}, not a power of 2 from 1 to {MIB:,}"
+            )
         data_start = -(-file.tell() // alignment) * alignment
     tensors: dict[str, GGUFTensor] = {}
-    expected = data_start if infos else 0
     for name, shape, kind, offset in infos:
         if name in tensors:
-            raise CheckpointError(f"{path}: tensor {name} appears twice")
+            raise CheckpointError(f"{path}: tensor {shown(name)} appears twice")
         block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
         if shape and shape[-1] % block:
             raise CheckpointError(
-                f"{path}: {name} has rows of {shape[-1]}, not a multiple of {kind.name}'s {block}"
+                f"{path}: {shown(name)} has rows of {shape[-1]}, not a multiple of {kind.name}'s {block}"
+            )
+        if offset % alignment:
+            raise CheckpointError(
+                f"{path}: {shown(name)} begins at byte {offset:,} of the data, no multiple of the alignment {alignment}"
             )
         nbytes = math.prod(shape) // block * block_bytes
         tensors[name] = GGUFTensor(shape, kind, data_start + offset, nbytes)
-        expected = max(expected, data_start + offset + nbytes)
-    if size < expected:
-        raise CheckpointError(
-            f"{path} is truncated: its header says {expected:,} bytes, the file has {size:,}; fetch it again"
-        )
+    _check_places(path, size, tensors)
     return GGUFHeader(metadata, tensors)
+
+
+def _check_places(path: Path, size: int, tensors: dict[str, GGUFTensor]) -> None:
+    """Raises CheckpointError for tensors that overlap or end behind the file."""
+    end, last = 0, ""
+    for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
+        if tensor.offset < end:
+            raise CheckpointError(
+                f"{path}: the tensors {shown(last)} and {shown(name)} overlap; fetch it again"
+            )
+        end, last = tensor.offset + tensor.nbytes, name
+    if size < end:
+        raise CheckpointError(
+            f"{path} is truncated: its header says {end:,} bytes, the file has {size:,}; fetch it again"
+        )
 
 
 @dataclass(frozen=True)
 class _Reader:
-    """Little-endian reads that never ask for more than the file holds."""
+    """Little-endian reads that never ask for more than the file, or a header, may hold."""
 
     path: Path
     file: BinaryIO
     size: int
 
     def take(self, count: int) -> bytes:
-        if count <= self.size and len(data := self.file.read(count)) == count:
-            return data
+        if count <= self.size and self.file.tell() + count <= MAX_HEADER_BYTES:
+            data = self.file.read(count)
+            if len(data) == count:
+                return data
+        self.refuse(count)
+
+    def refuse(self, count: int) -> NoReturn:
+        if MAX_HEADER_BYTES < self.file.tell() + count <= self.size:
+            raise CheckpointError(
+                f"{self.path}: its header is longer than the {MAX_HEADER_BYTES:,} bytes that are read"
+            )
         raise CheckpointError(
             f"{self.path} is truncated: its header goes on for {count:,} bytes, "
             f"the file has {self.size:,} in all; fetch it again"
@@ -334,27 +404,34 @@ class _Reader:
     def string(self) -> str:
         return self.take(int.from_bytes(self.take(8), "little")).decode("utf-8", errors="replace")
 
-    def value(self, kind: int) -> Any:
+    def value(self, key: str) -> Any:
+        """The kind of a value and the value; arrays of arrays, which no key that is read has, are refused."""
+        kind = self.scalar("I")
         if kind in SCALAR_FORMATS:
             return self.scalar(SCALAR_FORMATS[kind])
         if kind == STRING:
             return self.string()
         if kind != ARRAY:
-            raise CheckpointError(f"{self.path}: metadata type {kind} is not known")
+            raise CheckpointError(f"{self.path}: {shown(key)} has the unknown metadata type {kind}")
         item_kind, count = self.scalar("I"), self.scalar("Q")
         if item_kind in SCALAR_FORMATS:
             code = np.dtype(SCALAR_FORMATS[item_kind]).newbyteorder("<")
             return np.frombuffer(self.take(count * code.itemsize), code).tolist()
         if item_kind == STRING:  # a vocabulary and its merges are 100,000 of them
             return [self.string() for _ in range(count)]
-        return [self.value(item_kind) for _ in range(count)]
+        kind_name = "arrays" if item_kind == ARRAY else f"the unknown metadata type {item_kind}"
+        raise CheckpointError(f"{self.path}: {shown(key)} is an array of {kind_name}, which is not supported")
 
     def tensor_info(self) -> tuple[str, tuple[int, ...], gguf.GGMLQuantizationType, int]:
         name, axes = self.string(), self.scalar("I")
+        if axes > MAX_AXES:
+            raise CheckpointError(
+                f"{self.path}: {shown(name)} has {axes:,} axes, more than the {MAX_AXES} of GGUF"
+            )
         shape = tuple(reversed([self.scalar("Q") for _ in range(axes)]))
         kind = self.scalar("I")
         try:
             ggml_type = gguf.GGMLQuantizationType(kind)
         except ValueError:
-            raise CheckpointError(f"{self.path}: {name} has the unknown type number {kind}") from None
+            raise CheckpointError(f"{self.path}: {shown(name)} has the unknown type number {kind}") from None
         return name, shape, ggml_type, self.scalar("Q")

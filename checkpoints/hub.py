@@ -61,31 +61,42 @@ def snapshot(
       token: a token, False for none, None for the one of `hf auth login` or HF_TOKEN.
       cache_folder, endpoint: instead of the library's own HF_HUB_CACHE and HF_ENDPOINT.
 
-    When the hub cannot be reached (or HF_HUB_OFFLINE is set), the revision as it lies in the cache is taken,
-    and the log says so. Raises FetchError.
+    When the hub cannot be reached, refuses to answer (too many requests, no or a wrong token), or HF_HUB_OFFLINE is
+    set, the revision as it lies in the cache is taken, as `huggingface_hub` itself does, and the log says so.
+
+    Raises FetchError.
     """
     endpoint = endpoint or constants.ENDPOINT
     at = repr(name) if revision is None else f"{name!r} at revision {revision!r}"
     unreachable = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else None
+    refusal: HfHubHTTPError | None = None
     try:
         if unreachable is None:
             try:
                 info = HfApi(endpoint=endpoint, token=token).model_info(name, revision=revision)
                 _check_has_safetensors(info, at)
+            except RevisionNotFoundError:
+                raise
+            except HfHubHTTPError as error:
+                status = error.response.status_code
+                refusal = error if status < 500 else None
+                what = f"refuses with status {status}" if status < 500 else "cannot be reached"
+                unreachable = f"{endpoint} {what} ({first_line(error)})"
             except HTTPError as error:
-                if isinstance(error, HfHubHTTPError) and error.response.status_code < 500:
-                    raise
                 unreachable = f"{endpoint} cannot be reached ({first_line(error)})"
-        folder = snapshot_download(
-            name,
-            revision=revision,
-            token=token,
-            cache_dir=cache_folder,
-            endpoint=endpoint,
-            allow_patterns=ALLOWED,
-            ignore_patterns=IGNORED,
-            local_files_only=unreachable is not None,
-        )
+        try:
+            folder = snapshot_download(
+                name,
+                revision=revision,
+                token=token,
+                cache_dir=cache_folder,
+                endpoint=endpoint,
+                allow_patterns=ALLOWED,
+                ignore_patterns=IGNORED,
+                local_files_only=unreachable is not None,
+            )
+        except LocalEntryNotFoundError as error:
+            raise refusal or error from None
     except HFValidationError as error:
         raise FetchError(f"{name!r} is no name of a hub model ({first_line(error)})") from error
     except LocalTokenNotFoundError as error:

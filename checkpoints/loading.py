@@ -18,6 +18,9 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
+from jaxinfer.checkpoints.files import CheckpointError
+from jaxinfer.wording import listed
+
 logger = logging.getLogger(__name__)
 
 # Rows are read and converted in pieces of this many elements, so that the float32 form of a large quantized
@@ -30,10 +33,6 @@ THREADS = 2
 IGNORED_TENSORS = re.compile(r"(?:^|\.)rotary_emb\.inv_freq$")
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that cannot be used, in one sentence: which file, what is wrong, what to do."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +84,27 @@ class Checkpoint:
     metadata: Mapping[str, Any] | None = field(default=None, repr=False)
 
 
+def check_against_tensors(config: Mapping[str, Any], tensors: Mapping[str, TensorSource], path: Path) -> None:
+    """Compares the sizes in `config` that everything else follows from with the tensors that a file has.
+
+    Cheap, and done when a checkpoint is opened: a config of other sizes would first have a model of these sizes traced.
+
+    Raises CheckpointError with the key, its value, and what the file has.
+    """
+    indices = {int(m[1]) for name in tensors if (m := re.match(r"model\.layers\.(\d{1,9})\.", name))}
+    num_layers = config.get("num_hidden_layers")
+    if num_layers is not None and indices and num_layers != len(indices):
+        raise CheckpointError(
+            f"{path}: num_hidden_layers is {num_layers}, but the file has tensors of {len(indices)} layers"
+        )
+    embed = tensors.get(EMBED)
+    sizes = (config.get("vocab_size"), config.get("hidden_size"))
+    if embed is not None and None not in sizes and embed.shape != sizes:
+        raise CheckpointError(
+            f"{path}: vocab_size and hidden_size are {sizes[0]} and {sizes[1]}, but {EMBED} is {list(embed.shape)}"
+        )
+
+
 def settle_tied_head(config: dict[str, Any], tensors: dict[str, TensorSource], path: Path) -> None:
     """Writes `tie_word_embeddings` into `config` so that it says what the file holds; changes both in place.
 
@@ -92,7 +112,8 @@ def settle_tied_head(config: dict[str, Any], tensors: dict[str, TensorSource], p
     tied beside a head that differs from the embedding gives way to the file, with a warning; an equal copy of
     the embedding is dropped. Untied without a head stays so, and `load_weights` names the missing tensor.
     """
-    nested = config.get("text_config") or {}
+    nested = config.get("text_config")
+    nested = nested if isinstance(nested, dict) else {}
     tied = config.get("tie_word_embeddings", nested.get("tie_word_embeddings"))
     if tied is None:
         tied = HEAD not in tensors
@@ -219,12 +240,14 @@ def _match(
         sources[leaf] = source
     problems = []
     if missing:
-        problems.append(f"it lacks {', '.join(missing)}")
+        problems.append(f"it lacks {listed(missing)}")
     if unused:
-        problems.append(f"the model has no place for {', '.join(sorted(unused))}")
-    if problems or wrong:
+        problems.append(f"the model has no place for {listed(sorted(unused))}")
+    if wrong:
+        problems.append(listed(wrong, separator="; "))
+    if problems:
         raise CheckpointError(
-            f"{checkpoint.path} does not fit its config: {'; '.join(problems + wrong)}. Nothing was loaded"
+            f"{checkpoint.path} does not fit its config: {'; '.join(problems)}. Nothing was loaded"
         )
     return sources
 

@@ -9,17 +9,22 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from jaxinfer.checkpoints.files import MIB, read_bytes
+from jaxinfer.wording import shown
+
+MAX_BYTES = 64 * MIB
 BPE = 2  # TrainerSpec.model_type
 _MODEL_TYPES = {1: "unigram", BPE: "bpe", 3: "word", 4: "char"}
 
 
 def read_metadata(path: Path) -> dict[str, Any]:
     """The GGUF keys of a byte-fallback BPE model. Raises ValueError for other kinds, by name, and for broken files."""
+    content = read_bytes(path, MAX_BYTES)
     tokens, scores, types = [], [], []
     trainer: dict[int, Any] = {}
     normalizer: dict[int, Any] = {}
     try:
-        for field, value in _fields(path.read_bytes()):
+        for field, value in _fields(content):
             if field == 1:  # SentencePiece
                 piece = dict(_fields(value))
                 tokens.append(piece[1].decode())
@@ -29,7 +34,7 @@ def read_metadata(path: Path) -> dict[str, Any]:
                 trainer = dict(_fields(value))
             elif field == 3:
                 normalizer = dict(_fields(value))
-    except (AttributeError, IndexError, KeyError, UnicodeDecodeError, struct.error) as error:
+    except (AttributeError, IndexError, KeyError, TypeError, UnicodeDecodeError, struct.error) as error:
         raise ValueError(f"{path} is not a SentencePiece model, or is cut short") from error
     model_type = trainer.get(3, 1)
     if model_type != BPE:
@@ -38,7 +43,7 @@ def read_metadata(path: Path) -> dict[str, Any]:
         )
     if normalizer.get(2):
         raise ValueError(
-            f"{path} normalizes text by {normalizer.get(1, b'').decode()!r}; only 'identity' is supported"
+            f"{path} normalizes text by {shown(normalizer.get(1, b''))}; only 'identity' is supported"
         )
     if normalizer.get(4, 1):
         raise ValueError(f"{path} removes extra spaces from text, which is not supported")
@@ -49,9 +54,13 @@ def read_metadata(path: Path) -> dict[str, Any]:
         "tokenizer.ggml.scores": scores,
         "tokenizer.ggml.token_type": types,
         "tokenizer.ggml.add_space_prefix": bool(normalizer.get(3, 1)),
-        # An id that is absent is stored as -1, a varint of 64 bits.
-        **{f"tokenizer.ggml.{name}_token_id": id_ for name, id_ in ids.items() if id_ < len(tokens)},
+        **{f"tokenizer.ggml.{name}_token_id": _signed(id_) for name, id_ in ids.items()},
     }
+
+
+def _signed(value: Any) -> Any:
+    """An id that is absent is stored as -1, a varint of 64 bits."""
+    return value - (1 << 64) if isinstance(value, int) and value >= 1 << 63 else value
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
@@ -84,6 +93,8 @@ def _varint(message: bytes, position: int) -> tuple[int, int]:
     while True:
         byte = message[position]
         position += 1
+        if shift > 63:
+            raise IndexError("a number is longer than 64 bits")
         value |= (byte & 0x7F) << shift
         shift += 7
         if byte < 0x80:

@@ -1,6 +1,5 @@
 """From the name of a model, or from a config and weights, to everything about it but its weights in memory."""
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,7 +10,8 @@ from typing import Any
 import jax
 
 from jaxinfer import checkpoints, models
-from jaxinfer.checkpoints import fetch
+from jaxinfer.checkpoints import fetch, huggingface
+from jaxinfer.checkpoints.files import has, inside
 from jaxinfer.checkpoints.loading import Transform, leaf_sources, named_leaves
 from jaxinfer.options import LLMOptions
 from jaxinfer.request import SamplingParams
@@ -65,8 +65,7 @@ def checkpoint_facts(checkpoint: checkpoints.Checkpoint) -> ModelFacts:
     Raises:
       CheckpointError: its tensors are not those of its config.
     """
-    module = models.for_config(checkpoint.config)
-    config = module.Config.from_hf(checkpoint.config)
+    module, config = _understood(checkpoint.config, checkpoint.path)
     sources = leaf_sources(checkpoint, module, config)
     blocks = {name: source.blocks for name, source in sources.items() if source.blocks is not None}
     return ModelFacts(module, config, blocks=blocks)
@@ -85,29 +84,38 @@ def named_facts(model: str | Path) -> ModelFacts:
     Raises:
       FetchError, CheckpointError, ValueError: it cannot be found or read, or its files are not understood.
     """
-    config = _config_alone(model)
-    if config is None:
+    path = _config_alone(model)
+    if path is None:
         return checkpoint_facts(checkpoints.open_checkpoint(fetch.resolve(model)))
-    module = models.for_config(config)
-    return ModelFacts(module, module.Config.from_hf(config))
+    return ModelFacts(*_understood(huggingface.read_config(path), path))
 
 
-def _config_alone(model: str | Path) -> dict[str, Any] | None:
-    """The config of a model of which there is nothing else, or nothing else is looked at; None: there are weights."""
+def _understood(hf: dict[str, Any], path: Path) -> tuple[ModuleType, Any]:
+    """The model file and the Config of a config. Raises CheckpointError with its path where it is not supported."""
+    try:
+        module = models.for_config(hf)
+        return module, module.Config.from_hf(hf)
+    except ValueError as error:
+        raise checkpoints.CheckpointError(f"{path}: {error}") from None
+
+
+def _config_alone(model: str | Path) -> Path | None:
+    """The config.json of a model of which nothing else is there, or looked at; None: there are weights."""
+    fetch.refuse_empty(model)
     path = Path(model).expanduser()
     if str(model) in fetch.catalog():
         return None
     if path.is_dir() and not any(path.glob("*.safetensors")):
-        path = path / "config.json"
-        if not path.is_file():
-            raise ValueError(f"{path.parent} has no config.json; give a folder with one, or a .gguf file")
+        if not has(path, "config.json"):
+            raise ValueError(f"{path} has no config.json; give a folder with one, or a GGUF file")
+        path = inside(path, "config.json")
     if path.suffix == ".json" and path.is_file():
-        return _read_json(path)
+        return path
     if not path.exists():
         from jaxinfer.checkpoints import hub  # here: it takes half a second that other models need not wait
 
         if hub.is_hub_name(model):
-            return _read_json(_hub_config(str(model)))
+            return _hub_config(str(model))
     return None
 
 
@@ -122,8 +130,8 @@ def _hub_config(name: str) -> Path:
         if not cached_only:
             try:
                 huggingface_hub.HfApi().model_info(name)
-            except HfHubHTTPError:
-                raise
+            except HfHubHTTPError:  # the download below takes what is cached, or raises the same
+                pass
             except HTTPError:  # unreachable: spares the half minute in which the download tries again
                 cached_only = True
         return Path(huggingface_hub.hf_hub_download(name, "config.json", local_files_only=cached_only))
@@ -132,16 +140,6 @@ def _hub_config(name: str) -> Path:
             f"no config.json of {name!r} from the hub or its cache ({first_line(error)}); check the name, run `hf auth "
             "login` if the model is gated, or give the path of a config.json"
         ) from error
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        config = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(config, dict) or "model_type" not in config:
-        raise ValueError(f"{path} is no model config: it has no model_type")
-    return config
 
 
 def given_model(

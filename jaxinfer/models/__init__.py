@@ -4,9 +4,12 @@ from types import ModuleType
 from typing import Any
 
 from jaxinfer.models import llama, qwen3
+from jaxinfer.wording import shown
 
 # `model_type` of a config.json -> model file
 MODELS: dict[str, ModuleType] = {"llama": llama, "qwen3": qwen3}
+# `model_type` -> the one of MODELS that computes the same, since what differs (Mistral's window) is refused.
+SAME_AS = {"mistral": "llama"}
 
 
 def for_config(hf: dict[str, Any]) -> ModuleType:
@@ -16,9 +19,10 @@ def for_config(hf: dict[str, Any]) -> ModuleType:
       ValueError: there is none for its `model_type`.
     """
     kind = hf.get("model_type")
-    if kind not in MODELS:
-        raise ValueError(f"model_type {kind!r} is not supported; supported are {', '.join(sorted(MODELS))}")
-    return MODELS[kind]
+    if not isinstance(kind, str) or kind not in {*MODELS, *SAME_AS}:
+        supported = ", ".join(sorted([*MODELS, *SAME_AS]))
+        raise ValueError(f"model_type {shown(kind)} is not supported; supported are {supported}")
+    return MODELS[SAME_AS.get(kind, kind)]
 
 
 def module_of(config: Any) -> ModuleType:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from jaxinfer.text.stop_strings import StopStrings
+from jaxinfer.wording import shown
 
 if TYPE_CHECKING:
     from jaxinfer.text.tokenizer import Tokenizer
@@ -51,7 +52,7 @@ def decoder_rules(decoder: Any) -> DecoderRules:
                 if strip["content"] == " " and strip["stop"] == 0:
                     return DecoderRules(space=plain[0], byte_fallback=True, strip_start=strip["start"])
     raise ValueError(
-        f"the tokenizer's decoder {json.dumps(spec, ensure_ascii=False)} is not supported; supported are "
+        f"the tokenizer's decoder {shown(json.dumps(spec, ensure_ascii=False), 300)} is not supported; supported are "
         "ByteLevel, Metaspace, and SentencePiece's Replace, ByteFallback, Fuse, Strip"
     )
 

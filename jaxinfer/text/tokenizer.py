@@ -1,6 +1,5 @@
 """Text to token ids and back, from a GGUF file or a Hugging Face directory, over the `tokenizers` library."""
 
-import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -9,12 +8,24 @@ from typing import Any
 
 import tokenizers
 
-from jaxinfer.checkpoints import gguf_tokenizer
+from jaxinfer.checkpoints import gguf_tokenizer, tokenizer_json
+from jaxinfer.checkpoints.files import (
+    MIB,
+    CheckpointError,
+    has,
+    inside,
+    is_gguf,
+    read_json_of,
+    read_text,
+)
 from jaxinfer.checkpoints.sentencepiece_model import read_metadata
+from jaxinfer.checkpoints.token_ids import valid_ids
 from jaxinfer.request import check_characters
 from jaxinfer.text.detokenizer import BYTE_TOKEN, DecoderRules, Detokenizer, decoder_rules
 from jaxinfer.wording import shown
 
+MAX_TEMPLATE_BYTES = MIB  # published chat templates have some tens of kilobytes
+MAX_TEMPLATES = 64
 _CHARS_PER_TOKEN = 8  # a text of fewer characters per token that fits is tokenized in one go
 _AT_A_CUT = 64
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
@@ -185,115 +196,155 @@ def too_long(num_chars: int, max_tokens: int) -> ValueError:
 
 
 def load_tokenizer(path: str | Path, metadata: Mapping[str, Any] | None = None) -> Tokenizer:
-    """The tokenizer of a GGUF file or of a directory with tokenizer.json, else SentencePiece's tokenizer.model.
+    """Loads the tokenizer of a GGUF file or of a directory with tokenizer.json, else SentencePiece's tokenizer.model.
 
     metadata: key-value pairs of the GGUF file, if they have been read already (`Checkpoint.metadata`).
 
-    Raises FileNotFoundError when there is none, and ValueError naming the kind or part that is not supported.
+    Raises FileNotFoundError when there is none, and ValueError (CheckpointError for files that are damaged, outside
+    the directory or out of bounds) naming the file and the kind or part that is not supported.
     """
     path = Path(path)
-    if path.is_dir():
-        return _from_directory(path)
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such GGUF file or model directory")
-    if path.suffix != ".gguf":
-        raise ValueError(f"{path} is neither a .gguf file nor a model directory")
-    from jaxinfer.checkpoints.gguf import read_header  # here: nothing else needs the gguf package
+    if metadata is None and not path.is_dir():
+        if not is_gguf(path):
+            raise CheckpointError(f"{path} is neither a GGUF file nor a model directory")
+        from jaxinfer.checkpoints.gguf import read_header  # here: nothing else needs the gguf package
 
+        metadata = read_header(path).metadata
     try:
-        return from_gguf_metadata(read_header(path).metadata if metadata is None else metadata)
+        return _from_directory(path) if metadata is None else from_gguf_metadata(metadata)
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+        if str(error).startswith(str(path)):
+            raise
+        raise CheckpointError(f"{path}: {error}") from error
 
 
 def from_gguf_metadata(metadata: Mapping[str, Any]) -> Tokenizer:
-    """The tokenizer in the key-value pairs of a GGUF file."""
-    ends = (metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom"))
-    templates = {}
-    for key, template in metadata.items():
-        if key == "tokenizer.chat_template":
-            templates["default"] = template
-        elif key.startswith("tokenizer.chat_template."):
-            templates[key.removeprefix("tokenizer.chat_template.")] = template
+    """Builds the tokenizer in the key-value pairs of a GGUF file; ValueError as `gguf_tokenizer.build`."""
+    backend = gguf_tokenizer.build(metadata)
+    num_tokens = len(metadata["tokenizer.ggml.tokens"])
+    keys = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
+    templates = {
+        key.removeprefix("tokenizer.chat_template").removeprefix(".") or "default": template
+        for key, template in metadata.items()
+        if key == "tokenizer.chat_template" or key.startswith("tokenizer.chat_template.")
+    }
     return _checked(
         Tokenizer(
-            backend=gguf_tokenizer.build(metadata),
-            bos_token_id=metadata.get("tokenizer.ggml.bos_token_id"),
-            eos_token_ids=frozenset(id_ for id_ in ends if id_ is not None),
+            backend=backend,
+            bos_token_id=gguf_tokenizer.special_id(metadata, "bos"),
+            eos_token_ids=frozenset(
+                id_ for key in keys for id_ in valid_ids(metadata.get(key), key, num_tokens)
+            ),
             named_tokens=_named_tokens(metadata),
-            chat_templates=templates,
+            chat_templates=_templates("tokenizer.chat_template", templates),
         )
     )
 
 
 def _named_tokens(metadata: Mapping[str, Any]) -> dict[str, str]:
     names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-    found = {name: gguf_tokenizer.special_token(metadata, key) for name, key in names.items()}
-    return {name: token for name, token in found.items() if token is not None}
+    tokens = {name: gguf_tokenizer.special_token(metadata, key) for name, key in names.items()}
+    return {name: token for name, token in tokens.items() if token is not None}
 
 
 def _from_directory(path: Path) -> Tokenizer:
-    config = _read_json(path / "tokenizer_config.json")
+    config = read_json_of(path, "tokenizer_config.json")
     named = {}
-    if (path / "tokenizer.json").exists():
-        backend = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
-        # Both are settings of the training run that wrote the file; a prompt is neither cut nor filled up here.
-        backend.no_truncation()
-        backend.no_padding()
-    elif (path / "tokenizer.model").exists():
-        metadata = read_metadata(path / "tokenizer.model")
-        backend = gguf_tokenizer.build(metadata)
-        named = _named_tokens(metadata)
-        _add_tokens_of_config(backend, config)
+    if has(path, "tokenizer.json"):
+        backend = tokenizer_json.load(inside(path, "tokenizer.json"))
+    elif has(path, "tokenizer.model"):
+        file = inside(path, "tokenizer.model")
+        metadata = read_metadata(file)
+        try:
+            backend, named = gguf_tokenizer.build(metadata), _named_tokens(metadata)
+        except ValueError as error:
+            raise CheckpointError(f"{file}: {error}") from None
     else:
         raise FileNotFoundError(f"{path} has neither tokenizer.json nor tokenizer.model")
-    special_map = _read_json(path / "special_tokens_map.json")
-    for name in NAMED_TOKENS:
-        token = config.get(name) or special_map.get(name)
-        if isinstance(token, dict):  # a serialized AddedToken
-            token = token.get("content")
-        if token is not None:
-            named[name] = token
-    # A token that the configuration names is special also where tokenizer.json holds it as a plain word.
-    known = {token.content for token in backend.get_added_tokens_decoder().values()}
-    in_vocab = [token for token in named.values() if backend.token_to_id(token) is not None]
-    backend.add_special_tokens([token for token in in_vocab if token not in known])
-    bos, eos = named.get("bos_token"), named.get("eos_token")
-    if "add_bos_token" in config or "add_eos_token" in config:
-        _follow_config(backend, config, bos, eos)
-
-    ends: set[int | None] = {backend.token_to_id(eos)} if eos is not None else set()
-    model_config = _read_json(path / "config.json")
-    for source in (
-        _read_json(path / "generation_config.json"),
-        model_config,
-        model_config.get("text_config", {}),
-    ):
-        ids = source.get("eos_token_id")
-        ends |= set(ids) if isinstance(ids, list) else {ids}
+    with tokenizer_json.library_errors(f"{path / 'tokenizer_config.json'}"):
+        if not has(path, "tokenizer.json"):
+            _add_tokens_of_config(path, backend, config)
+        named |= _tokens_of_config(path, config)
+        # A token that the configuration names is special also where tokenizer.json holds it as a plain word.
+        known = {token.content for token in backend.get_added_tokens_decoder().values()}
+        in_vocab = [token for token in named.values() if backend.token_to_id(token) is not None]
+        backend.add_special_tokens([token for token in in_vocab if token not in known])
+        bos, eos = named.get("bos_token"), named.get("eos_token")
+        if "add_bos_token" in config or "add_eos_token" in config:
+            _follow_config(backend, config, bos, eos)
     return _checked(
         Tokenizer(
             backend=backend,
             bos_token_id=backend.token_to_id(bos) if bos is not None else None,
-            eos_token_ids=frozenset(id_ for id_ in ends if id_ is not None),
+            eos_token_ids=_end_ids(path, backend, eos),
             named_tokens=named,
             chat_templates=_read_chat_templates(path, config),
         )
     )
 
 
-def _add_tokens_of_config(backend: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
+def _tokens_of_config(path: Path, config: dict[str, Any]) -> dict[str, str]:
+    """NAMED_TOKENS as tokenizer_config.json has them, else special_tokens_map.json."""
+    special_map = read_json_of(path, "special_tokens_map.json")
+    named = {}
+    for name in NAMED_TOKENS:
+        file, token = ("tokenizer_config.json", config.get(name))
+        if not token:
+            file, token = ("special_tokens_map.json", special_map.get(name))
+        if isinstance(token, dict):  # a serialized AddedToken
+            token = token.get("content")
+        if token is not None and not isinstance(token, str):
+            raise CheckpointError(f"{path / file}: {name} is {shown(token)}, not a text")
+        if token is not None:
+            named[name] = token
+    return named
+
+
+def _end_ids(path: Path, backend: tokenizers.Tokenizer, eos: str | None) -> frozenset[int]:
+    """The id of the tokenizer's EOS, and `eos_token_id` of generation_config.json and config.json.
+
+    Raises CheckpointError for ids outside the vocabulary of the model (of the tokenizer, where config.json is silent).
+    """
+    model_config = read_json_of(path, "config.json")
+    nested = model_config.get("text_config")
+    size = model_config.get("vocab_size")
+    if not isinstance(size, int):
+        size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+    sources = {
+        "tokenizer_config.json: eos_token": None if eos is None else backend.token_to_id(eos),
+        "generation_config.json: eos_token_id": read_json_of(path, "generation_config.json").get(
+            "eos_token_id"
+        ),
+        "config.json: eos_token_id": model_config.get("eos_token_id"),
+        "config.json: text_config: eos_token_id": nested.get("eos_token_id")
+        if isinstance(nested, dict)
+        else None,
+    }
+    return frozenset(id_ for where, ids in sources.items() for id_ in valid_ids(ids, str(path / where), size))
+
+
+def _add_tokens_of_config(path: Path, backend: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
     """The tokens that transformers keeps beside a tokenizer.model, in tokenizer_config.json."""
-    entries = sorted((int(id_), entry) for id_, entry in config.get("added_tokens_decoder", {}).items())
-    for id_, entry in entries:
+    file, added = path / "tokenizer_config.json", config.get("added_tokens_decoder") or {}
+    if not isinstance(added, dict) or not all(
+        id_.isascii()
+        and id_.isdecimal()
+        and isinstance(entry, dict)
+        and isinstance(entry.get("content"), str)
+        for id_, entry in added.items()
+    ):
+        raise CheckpointError(f"{file}: added_tokens_decoder does not map ids to objects with a content")
+    for id_, entry in sorted((int(id_[:12]), entry) for id_, entry in added.items()):
         options = ("single_word", "lstrip", "rstrip", "normalized", "special")
         token = tokenizers.AddedToken(
             entry["content"], **{name: entry[name] for name in options if name in entry}
         )
         backend.add_tokens([token])
         if backend.token_to_id(token.content) != id_:
-            raise ValueError(
-                f"tokenizer_config.json gives token {token.content!r} the id {id_}, which is not next"
+            raise CheckpointError(
+                f"{file} gives token {shown(token.content)} the id {id_}, which is not next"
             )
 
 
@@ -311,20 +362,41 @@ def _follow_config(
 
 def _read_chat_templates(path: Path, config: dict[str, Any]) -> dict[str, str]:
     """From chat_template.jinja before tokenizer_config.json before chat_template.json, and their folder."""
-    template = config.get("chat_template") or _read_json(path / "chat_template.json").get("chat_template")
+    file = path / "tokenizer_config.json"
+    template = config.get("chat_template")
+    if not template:
+        file, template = (
+            path / "chat_template.json",
+            read_json_of(path, "chat_template.json").get("chat_template"),
+        )
     if isinstance(template, list):  # [{"name": ..., "template": ...}]
-        templates = {entry["name"]: entry["template"] for entry in template}
+        if not all(isinstance(entry, dict) and isinstance(entry.get("name"), str) for entry in template):
+            raise CheckpointError(f"{file}: chat_template is a list, but not of objects with a name")
+        templates = {entry["name"]: entry.get("template") for entry in template}
     else:
         templates = {"default": template} if template else {}
-    if (path / "chat_template.jinja").exists():
-        templates["default"] = (path / "chat_template.jinja").read_text(encoding="utf-8")
-    for file in sorted((path / "additional_chat_templates").glob("*.jinja")):
-        templates[file.stem] = file.read_text(encoding="utf-8")
+    templates = _templates(f"{file}: chat_template", templates)
+    if has(path, "chat_template.jinja"):
+        templates["default"] = read_text(inside(path, "chat_template.jinja"), MAX_TEMPLATE_BYTES)
+    folder = "additional_chat_templates"
+    names = sorted(file.name for file in (path / folder).glob("*.jinja")) if has(path, folder) else []
+    if len(names) > MAX_TEMPLATES:
+        raise CheckpointError(f"{path / folder} has {len(names):,} templates, more than {MAX_TEMPLATES}")
+    for name in names:
+        templates[Path(name).stem] = read_text(inside(path, f"{folder}/{name}"), MAX_TEMPLATE_BYTES)
     return templates
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+def _templates(where: str, templates: dict[str, Any]) -> dict[str, str]:
+    """`templates` as they are. Raises CheckpointError for one that is no text, or longer than a template may be."""
+    for name, template in templates.items():
+        if not isinstance(template, str):
+            raise CheckpointError(f"{where}: template {shown(name)} is {shown(template)}, not a text")
+        if len(template) > MAX_TEMPLATE_BYTES:
+            raise CheckpointError(
+                f"{where}: template {shown(name)} has {len(template):,} characters, more than {MAX_TEMPLATE_BYTES:,}"
+            )
+    return templates
 
 
 def _checked(tokenizer: Tokenizer) -> Tokenizer:

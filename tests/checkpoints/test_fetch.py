@@ -197,9 +197,10 @@ def test_resolve_knows_names_folders_and_gguf_files(pip, cache, tmp_path, monkey
     assert resolve(tmp_path) == tmp_path
     (tmp_path / "m.gguf").write_bytes(b"")
     assert resolve(str(tmp_path / "m.gguf")) == tmp_path / "m.gguf"
-    (tmp_path / "m.bin").write_bytes(b"")
-    for unknown in ("tinny", tmp_path / "m.bin", tmp_path / "gone.gguf"):
-        with pytest.raises(FetchError, match=r"catalog name \(tiny\), a folder .* or a \.gguf file"):
+    (tmp_path / "m.bin").write_bytes(b"")  # what it is, whoever opens it says
+    assert resolve(tmp_path / "m.bin") == tmp_path / "m.bin"
+    for unknown in ("tinny", tmp_path / "gone.gguf"):
+        with pytest.raises(FetchError, match=r"catalog name \(tiny\), a folder .* or a GGUF file"):
             resolve(unknown)
 
 

@@ -200,5 +200,5 @@ def test_other_refusals_say_what_is_wrong(tmp_path):
     with pytest.raises(CheckpointError, match="quantized with gptq"):
         open_checkpoint(tmp_path)
     (tmp_path / "weights.bin").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"neither a \.gguf file"):
+    with pytest.raises(CheckpointError, match=r"neither a GGUF file"):
         open_checkpoint(tmp_path / "weights.bin")

@@ -131,6 +131,28 @@ def test_when_the_hub_is_down_the_cache_is_taken_and_the_log_warns(server, snaps
         snapshot("acme/tiny", "half")
 
 
+@pytest.mark.parametrize("status", [429, 401, 403])
+def test_when_the_hub_refuses_the_cache_is_taken(server, snapshot, caplog, status):
+    # as huggingface_hub itself does: a job on a busy cluster must not die of too many requests
+    first = snapshot("acme/tiny")
+    server.status = status
+    with caplog.at_level(logging.INFO):
+        assert snapshot("acme/tiny") == first
+    (record,) = [record for record in caplog.records if record.name == hub.__name__]
+    assert (
+        f"from the cache, commit {first.name}" in record.getMessage() and str(status) in record.getMessage()
+    )
+    with pytest.raises(FetchError, match="acme/private") as raised:
+        snapshot("acme/private")
+    assert "\n" not in str(raised.value)
+
+
+def test_a_revision_that_is_gone_is_not_taken_from_the_cache(server, snapshot):
+    snapshot("acme/tiny", "half")
+    with pytest.raises(FetchError, match="has no revision 'v9'"):
+        snapshot("acme/tiny", "v9")
+
+
 def test_a_snapshot_with_a_lost_file_is_not_taken_for_whole(server, snapshot):
     folder = snapshot("acme/tiny")
     (folder / "model-00002-of-00002.safetensors").unlink()

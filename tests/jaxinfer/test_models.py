@@ -83,7 +83,7 @@ def test_every_model_file_keeps_the_contract(kind):
     ("key", "value"),
     [
         ("attn_logit_softcapping", 30.0),
-        ("sliding_window", 4096),
+        ("sliding_window", 256),
         ("hidden_act", "gelu"),
         ("rope_scaling", {"rope_type": "yarn", "factor": 4.0}),
         ("num_experts", 8),
