@@ -11,7 +11,9 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from jaxinfer.checkpoints.loading import CheckpointError, leaf_shardings, named_leaves, weight_leaves
+from jaxinfer.checkpoints.files import CheckpointError
+from jaxinfer.checkpoints.loading import leaf_shardings, named_leaves, weight_leaves
+from jaxinfer.wording import listed
 
 
 def save_weights(path: str | Path, weights: Any) -> None:
@@ -33,7 +35,8 @@ def restore_weights(path: str | Path, model_module: ModuleType, config: Any, sha
     converted. `sharding` is None (the default device), one `jax.sharding.Sharding` for all leaves or a tree
     of them; the one of the saved arrays plays no part.
 
-    Raises CheckpointError naming all leaves that are missing, left over or have another shape.
+    Raises CheckpointError for a folder that is damaged, and naming the leaves that are missing, left over or have
+    another shape.
     """
     path = Path(path).expanduser().absolute()
     leaves, treedef = weight_leaves(model_module, config)
@@ -43,9 +46,17 @@ def restore_weights(path: str | Path, model_module: ModuleType, config: Any, sha
         name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf_sharding or default)
         for (name, leaf), leaf_sharding in zip(leaves.items(), shardings, strict=True)
     }
-    with ocp.StandardCheckpointer() as checkpointer:
-        _check(path, checkpointer, targets)
-        restored = checkpointer.restore(path, targets)
+    try:
+        with ocp.StandardCheckpointer() as checkpointer:
+            _check(path, checkpointer, targets)
+            restored = checkpointer.restore(path, targets)
+    except CheckpointError:
+        raise
+    except Exception as error:  # orbax raises whatever its parts do: of JSON, of tensorstore, plain ones
+        first = (str(error).strip().splitlines() or [""])[0]
+        raise CheckpointError(
+            f"{path} is damaged: orbax cannot read it ({type(error).__name__}: {first[:300]}); save it again"
+        ) from error
     return jax.tree.unflatten(treedef, [restored[name] for name in leaves])
 
 
@@ -66,4 +77,6 @@ def _check(
         if name in saved and tuple(saved[name].shape) != target.shape
     ]
     if problems:
-        raise CheckpointError(f"{path} does not fit the config: {'; '.join(problems)}. Nothing was loaded")
+        raise CheckpointError(
+            f"{path} does not fit the config: {listed(problems, separator='; ')}. Nothing was loaded"
+        )

@@ -2,6 +2,7 @@
 
 import dataclasses
 import pickle
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -110,3 +111,21 @@ def test_folders_that_are_not_ours(tmp_path, saved_by_eight):
         with pytest.raises(CheckpointError, match="not a complete orbax checkpoint"):
             restore_weights(folder, llama, CONFIG)
     assert not canary.exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"\x00{]", None])
+def test_damaged_files_are_an_error_with_the_folder(tmp_path, saved_by_eight, content):
+    """Whatever orbax makes of it: JSONDecodeError, plain Exception, KeyError."""
+    files = [path.relative_to(saved_by_eight) for path in saved_by_eight.rglob("*") if path.is_file()]
+    metadata = next(path for path in files if path.name == "_METADATA")
+    process = next(path for path in files if path.name.startswith("process_"))
+    data = max(files, key=lambda path: (saved_by_eight / path).stat().st_size)
+    refused = 0
+    for i, file in enumerate((metadata, process, data)):
+        folder = shutil.copytree(saved_by_eight, tmp_path / str(i))
+        half = (folder / file).read_bytes()[: (folder / file).stat().st_size // 2]
+        (folder / file).write_bytes(half if content is None else content)
+        with pytest.raises(CheckpointError) as error:
+            restore_weights(folder, llama, CONFIG)
+        refused += str(error.value).startswith(str(folder)) and "\n" not in str(error.value)
+    assert refused == 3
