@@ -78,5 +78,5 @@ def _check(
     ]
     if problems:
         raise CheckpointError(
-            f"{path} does not fit the config: {listed(problems, separator='; ')}. Nothing was loaded"
+            f"{path} does not fit the config: {listed(problems, 60, '; ')}. Nothing was loaded"
         )
