@@ -13,7 +13,7 @@ import orbax.checkpoint as ocp
 
 from jaxinfer.checkpoints.files import CheckpointError
 from jaxinfer.checkpoints.loading import leaf_shardings, named_leaves, weight_leaves
-from jaxinfer.wording import listed
+from jaxinfer.wording import first_line, listed
 
 
 def save_weights(path: str | Path, weights: Any) -> None:
@@ -53,9 +53,8 @@ def restore_weights(path: str | Path, model_module: ModuleType, config: Any, sha
     except CheckpointError:
         raise
     except Exception as error:  # orbax raises whatever its parts do: of JSON, of tensorstore, plain ones
-        first = (str(error).strip().splitlines() or [""])[0]
         raise CheckpointError(
-            f"{path} is damaged: orbax cannot read it ({type(error).__name__}: {first[:300]}); save it again"
+            f"{path} is damaged: orbax cannot read it ({type(error).__name__}: {first_line(error)}); save it again"
         ) from error
     return jax.tree.unflatten(treedef, [restored[name] for name in leaves])
 

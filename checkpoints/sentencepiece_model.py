@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from jaxinfer.checkpoints.files import MIB, read_bytes
+from jaxinfer.checkpoints.files import MIB, CheckpointError, read_bytes
 from jaxinfer.wording import shown
 
 MAX_BYTES = 64 * MIB
@@ -18,7 +18,10 @@ _MODEL_TYPES = {1: "unigram", BPE: "bpe", 3: "word", 4: "char"}
 
 
 def read_metadata(path: Path) -> dict[str, Any]:
-    """The GGUF keys of a byte-fallback BPE model. Raises ValueError for other kinds, by name, and for broken files."""
+    """The GGUF keys of a byte-fallback BPE model.
+
+    Raises CheckpointError for other kinds, by name, and for broken files.
+    """
     content = read_bytes(path, MAX_BYTES)
     tokens, scores, types = [], [], []
     trainer: dict[int, Any] = {}
@@ -35,18 +38,18 @@ def read_metadata(path: Path) -> dict[str, Any]:
             elif field == 3:
                 normalizer = dict(_fields(value))
     except (AttributeError, IndexError, KeyError, TypeError, UnicodeDecodeError, struct.error) as error:
-        raise ValueError(f"{path} is not a SentencePiece model, or is cut short") from error
+        raise CheckpointError(f"{path} is not a SentencePiece model, or is cut short") from error
     model_type = trainer.get(3, 1)
     if model_type != BPE:
-        raise ValueError(
+        raise CheckpointError(
             f"{path} is a SentencePiece {_MODEL_TYPES.get(model_type, model_type)!r} model; only 'bpe' is supported"
         )
     if normalizer.get(2):
-        raise ValueError(
+        raise CheckpointError(
             f"{path} normalizes text by {shown(normalizer.get(1, b''))}; only 'identity' is supported"
         )
     if normalizer.get(4, 1):
-        raise ValueError(f"{path} removes extra spaces from text, which is not supported")
+        raise CheckpointError(f"{path} removes extra spaces from text, which is not supported")
     ids = {"unknown": trainer.get(40, 0), "bos": trainer.get(41, 1), "eos": trainer.get(42, 2)}
     return {
         "tokenizer.ggml.model": "llama",

@@ -15,7 +15,7 @@ from typing import Any
 import tokenizers
 
 from jaxinfer.checkpoints.files import MIB, CheckpointError, parse_json, read_text
-from jaxinfer.wording import shown
+from jaxinfer.wording import first_line, shown
 
 MAX_BYTES = 64 * MIB  # the largest published file, of 262,144 tokens, has 33 MB
 MAX_TOKEN_ID = 1 << 24
@@ -36,8 +36,7 @@ def library_errors(where: str) -> Iterator[None]:
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise  # Ctrl-C and the end of the process
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise CheckpointError(f"{where}: the tokenizers library refuses it ({first[:300]})") from None
+        raise CheckpointError(f"{where}: the tokenizers library refuses it ({first_line(error)})") from None
 
 
 def load(path: Path) -> tokenizers.Tokenizer:
