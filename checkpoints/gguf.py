@@ -9,6 +9,7 @@ import math
 import os
 import re
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,36 +24,13 @@ from jaxinfer.checkpoints.files import GGUF_MAGIC, MIB, CheckpointError, check_i
 from jaxinfer.checkpoints.gguf_blocks import Blocks, split
 from jaxinfer.checkpoints.loading import Checkpoint, TensorSource, check_against_tensors, settle_tied_head
 from jaxinfer.checkpoints.token_ids import valid_ids
+from jaxinfer.models import MODELS
 from jaxinfer.models.hf_config import RANGES, ROPE_RANGES, Range, check_values
+from jaxinfer.models.spec import Leaf
 from jaxinfer.wording import listed, shown
 
 ARCHITECTURES = ("llama", "qwen3")  # general.architecture, the same word as Hugging Face's model_type
 
-# GGUF name -> Hugging Face name; the same for both architectures.
-HF_TENSOR_NAMES = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-    "output.bias": "lm_head.bias",
-    "blk.{layer}.attn_norm.weight": "model.layers.{layer}.input_layernorm.weight",
-    "blk.{layer}.attn_q.weight": "model.layers.{layer}.self_attn.q_proj.weight",
-    "blk.{layer}.attn_k.weight": "model.layers.{layer}.self_attn.k_proj.weight",
-    "blk.{layer}.attn_v.weight": "model.layers.{layer}.self_attn.v_proj.weight",
-    "blk.{layer}.attn_output.weight": "model.layers.{layer}.self_attn.o_proj.weight",
-    "blk.{layer}.attn_q.bias": "model.layers.{layer}.self_attn.q_proj.bias",
-    "blk.{layer}.attn_k.bias": "model.layers.{layer}.self_attn.k_proj.bias",
-    "blk.{layer}.attn_v.bias": "model.layers.{layer}.self_attn.v_proj.bias",
-    "blk.{layer}.attn_output.bias": "model.layers.{layer}.self_attn.o_proj.bias",
-    "blk.{layer}.attn_q_norm.weight": "model.layers.{layer}.self_attn.q_norm.weight",
-    "blk.{layer}.attn_k_norm.weight": "model.layers.{layer}.self_attn.k_norm.weight",
-    "blk.{layer}.ffn_norm.weight": "model.layers.{layer}.post_attention_layernorm.weight",
-    "blk.{layer}.ffn_gate.weight": "model.layers.{layer}.mlp.gate_proj.weight",
-    "blk.{layer}.ffn_up.weight": "model.layers.{layer}.mlp.up_proj.weight",
-    "blk.{layer}.ffn_down.weight": "model.layers.{layer}.mlp.down_proj.weight",
-    "blk.{layer}.ffn_gate.bias": "model.layers.{layer}.mlp.gate_proj.bias",
-    "blk.{layer}.ffn_up.bias": "model.layers.{layer}.mlp.up_proj.bias",
-    "blk.{layer}.ffn_down.bias": "model.layers.{layer}.mlp.down_proj.bias",
-}
 # How llama3 scaling is stored: one divisor per rope frequency, f32[H/2]. It becomes rope_scaling of our own
 # type "factors", since the parameters of the rule (factor, low, high, original) are not in the file.
 ROPE_FREQS = "rope_freqs.weight"
@@ -135,11 +113,12 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if not header.tensors:
         raise CheckpointError(f"{path} holds a vocabulary but no tensors, so it cannot be used as a model")
     config = _config(path, header)
-    tensors = {}
+    tensors, leaves = {}, _leaves(architecture)
     for name, tensor in header.tensors.items():
         if name == ROPE_FREQS:
             continue
-        tensors[_hf_name(name)] = _source(path, name, tensor, _permuted_head_dim(name, config))
+        permuted = _permuted_head_dim(name, leaves, config)
+        tensors[_hf_name(name, leaves)] = _source(path, name, tensor, permuted)
     check_against_tensors(config, tensors, path)
     settle_tied_head(config, tensors, path)
     end_token_ids = tuple(
@@ -152,24 +131,30 @@ def open_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(config, tensors, None, end_token_ids, path, "gguf", metadata)
 
 
-def _hf_name(name: str) -> str:
-    """The Hugging Face name; a name that the table lacks stays, and `load_weights` refuses it by name."""
+def _leaves(architecture: str) -> dict[str, Leaf]:
+    """The leaves of the model file, by their GGUF names (with "{layer}")."""
+    return {leaf.gguf: leaf for leaf in MODELS[architecture].LEAVES.values()}
+
+
+def _pattern(name: str) -> tuple[str, str]:
+    """blk.7.attn_q.weight -> (blk.{layer}.attn_q.weight, 7); without a layer (name, "")."""
     layer = re.match(r"blk\.(\d+)\.", name)
-    if layer is None:
-        return HF_TENSOR_NAMES.get(name, name)
-    pattern = "blk.{layer}." + name[layer.end() :]
-    return HF_TENSOR_NAMES.get(pattern, name).replace("{layer}", layer.group(1))
+    return (name, "") if layer is None else ("blk.{layer}." + name[layer.end() :], layer.group(1))
 
 
-def _permuted_head_dim(name: str, config: dict[str, Any]) -> int | None:
+def _hf_name(name: str, leaves: Mapping[str, Leaf]) -> str:
+    """The Hugging Face name; one that no leaf has stays, and `load_weights` refuses it by name."""
+    pattern, layer = _pattern(name)
+    return leaves[pattern].hf.replace("{layer}", layer) if pattern in leaves else name
+
+
+def _permuted_head_dim(name: str, leaves: Mapping[str, Leaf], config: dict[str, Any]) -> int | None:
     """head_dim when the rows of this tensor are stored in llama.cpp's interleaved rope order, else None.
 
-    Only converters for llama reorder rows (q and k: weight and bias), each head by itself, so the number of
-    q or kv heads does not matter here; qwen3 files keep the published order.
+    Each head is reordered by itself, so the number of q or kv heads does not matter here.
     """
-    if config["model_type"] == "llama" and re.search(r"\.attn_[qk]\.(weight|bias)$", name):
-        return config["head_dim"]
-    return None
+    leaf = leaves.get(_pattern(name)[0])
+    return config["head_dim"] if leaf is not None and leaf.gguf_interleaved else None
 
 
 def _config(path: Path, header: GGUFHeader) -> dict[str, Any]:

@@ -12,13 +12,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Literal
 
 import jax
 import numpy as np
 
 from jaxinfer.checkpoints.files import CheckpointError
+from jaxinfer.models.spec import ModelModule, hf_names
 from jaxinfer.wording import listed
 
 logger = logging.getLogger(__name__)
@@ -141,7 +141,7 @@ def _equal(a: TensorSource, b: TensorSource) -> bool:
 
 def load_weights(
     checkpoint: Checkpoint,
-    model_module: ModuleType,
+    model_module: ModelModule,
     config: Any,
     dtype: Any,
     sharding: Any = None,
@@ -158,13 +158,16 @@ def load_weights(
     Raises CheckpointError naming all tensors that are missing, have no place in the model or a wrong shape.
     """
     leaves, treedef = weight_leaves(model_module, config)
-    sources = _match(checkpoint, model_module.HF_NAMES, leaves)
+    sources = _match(checkpoint, hf_names(model_module.LEAVES), leaves)
     shardings = leaf_shardings(sharding, leaves, treedef)
 
     def load(leaf: str, leaf_sharding: Any) -> Any:
         source = sources[leaf]
         wanted = np.dtype(np.float32) if len(source.shape) == 1 else np.dtype(dtype)
         host = _read_as(source, wanted).reshape(leaves[leaf].shape)
+        from_hf = model_module.LEAVES[leaf.rpartition(".")[2]].from_hf
+        if from_hf is not None and checkpoint.kind == "huggingface":
+            host = from_hf(host)
         # Wait for the copy to an accelerator, or host buffers of many tensors would be alive at once.
         return jax.block_until_ready(transform(leaf, jax.device_put(host, leaf_sharding), source))
 
@@ -173,7 +176,7 @@ def load_weights(
     return jax.tree.unflatten(treedef, arrays)
 
 
-def weights_from_tree(tree: Mapping[str, Any], model_module: ModuleType, config: Any) -> Any:
+def weights_from_tree(tree: Mapping[str, Any], model_module: ModelModule, config: Any) -> Any:
     """The weights tree of `model_module` from a nested dict (or list, tuple, flax tree) of our leaf names.
 
     `tree["layers"][0]["q_proj"]`, or the key "0" for the layer, is the leaf `layers.0.q_proj`. Arrays keep
@@ -196,7 +199,7 @@ def weights_from_tree(tree: Mapping[str, Any], model_module: ModuleType, config:
 
 
 @lru_cache(maxsize=4)  # tracing a model's init takes 0.1 s, and a start asks more than once
-def weight_leaves(model_module: ModuleType, config: Any) -> tuple[dict[str, jax.ShapeDtypeStruct], Any]:
+def weight_leaves(model_module: ModelModule, config: Any) -> tuple[dict[str, jax.ShapeDtypeStruct], Any]:
     """Leaf paths such as "layers.0.q_proj" with their shapes, in tree order, and the tree's structure."""
     shapes = jax.eval_shape(lambda: model_module.init(config, jax.random.key(0)))
     return dict(named_leaves(shapes)), jax.tree.structure(shapes)
@@ -210,22 +213,24 @@ def named_leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> lis
     ]
 
 
-def leaf_sources(checkpoint: Checkpoint, model_module: ModuleType, config: Any) -> dict[str, TensorSource]:
+def leaf_sources(checkpoint: Checkpoint, model_module: ModelModule, config: Any) -> dict[str, TensorSource]:
     """The tensor of each leaf, by leaf name; CheckpointError as `load_weights`."""
-    return _match(checkpoint, model_module.HF_NAMES, weight_leaves(model_module, config)[0])
+    return _match(checkpoint, hf_names(model_module.LEAVES), weight_leaves(model_module, config)[0])
 
 
 def _match(
-    checkpoint: Checkpoint, hf_names: Mapping[str, str], leaves: Mapping[str, jax.ShapeDtypeStruct]
+    checkpoint: Checkpoint, patterns: Mapping[str, str], leaves: Mapping[str, jax.ShapeDtypeStruct]
 ) -> dict[str, TensorSource]:
-    """The tensor of each leaf; CheckpointError with all that is missing, left over or wrongly shaped."""
-    name_patterns = {leaf_pattern: name_pattern for name_pattern, leaf_pattern in hf_names.items()}
+    """The tensor of each leaf; CheckpointError with all that is missing, left over or wrongly shaped.
+
+    patterns: path of a leaf -> name of its tensor, both with "{layer}".
+    """
     unused = {name for name in checkpoint.tensors if not IGNORED_TENSORS.search(name)}
     missing, wrong, sources = [], [], {}
     for leaf, struct in leaves.items():
         layer = re.search(r"(?<=\blayers\.)\d+", leaf)
         leaf_pattern = re.sub(r"(?<=\blayers\.)\d+", "{layer}", leaf)
-        name = name_patterns[leaf_pattern].replace("{layer}", layer.group() if layer else "")
+        name = patterns[leaf_pattern].replace("{layer}", layer.group() if layer else "")
         if name not in checkpoint.tensors:
             missing.append(name)
             continue

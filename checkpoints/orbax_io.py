@@ -5,7 +5,6 @@ version and of the sharding it was saved with. What a restore puts where is deci
 """
 
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import jax
@@ -13,6 +12,7 @@ import orbax.checkpoint as ocp
 
 from jaxinfer.checkpoints.files import CheckpointError
 from jaxinfer.checkpoints.loading import leaf_shardings, named_leaves, weight_leaves
+from jaxinfer.models.spec import ModelModule
 from jaxinfer.wording import first_line, listed
 
 
@@ -28,7 +28,7 @@ def save_weights(path: str | Path, weights: Any) -> None:
         checkpointer.save(path, dict(named_leaves(weights)))
 
 
-def restore_weights(path: str | Path, model_module: ModuleType, config: Any, sharding: Any = None) -> Any:
+def restore_weights(path: str | Path, model_module: ModelModule, config: Any, sharding: Any = None) -> Any:
     """The weights tree of `model_module` for `config` from a folder that `save_weights` wrote.
 
     Shapes and dtypes are those of `model_module.init(config, key)`: what was saved in another dtype is

@@ -3,7 +3,6 @@
 T tokens, B rows, P pages per row. Rows with one query token (decode) stand first.
 """
 
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import Any
@@ -14,7 +13,6 @@ import numpy as np
 from flax import struct
 
 from jaxinfer import kv_cache as kv
-from jaxinfer.tiles import map_tiles
 
 
 @struct.dataclass
@@ -32,14 +30,6 @@ class StepBatch:
     max_q_len: int = struct.field(pytree_node=False)
     # Tokens that are worked on together, for batch invariance (see tiles.py); None: all at once.
     tile: int | None = struct.field(pytree_node=False, default=None)
-
-    def per_token(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """function(*arguments), trees of arrays [T, ...] that it maps token by token to such a tree."""
-        return map_tiles(function, arguments, self.tile, self.cu_q_lens[-1])
-
-    def per_row(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """function(*arguments), trees of arrays [B, ...] that it maps row by row to such a tree."""
-        return map_tiles(function, arguments, self.tile, self.distribution[2])
 
 
 def pack(

@@ -15,7 +15,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from queue import SimpleQueue
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import jax
@@ -27,6 +26,7 @@ from jaxinfer import kv_cache as kv
 from jaxinfer.batch import StepBatch
 from jaxinfer.kv_cache import KVCache, KVCacheSpec
 from jaxinfer.metrics import Metrics, Recording, RowRecord, SequenceRecord, StepRecord, StepTotals, Work
+from jaxinfer.models.spec import ModelModule
 from jaxinfer.page_allocator import PageAllocator
 from jaxinfer.programs.background import BackgroundCompiler, give_back_memory
 from jaxinfer.programs.buckets import Buckets, Program
@@ -125,7 +125,7 @@ class Engine:
 
     def __init__(
         self,
-        model: ModuleType,
+        model: ModelModule,
         model_config: Any,
         weights: Any,
         spec: KVCacheSpec,

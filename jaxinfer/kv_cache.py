@@ -21,7 +21,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 from jaxinfer.pallas_kernels import cpu_pages
 
-NULL_PAGE = 0
+LAYER_STRATEGIES = ("unrolled", "one_loop")
 TPU_LANES = 128  # of a vector register
 
 
@@ -31,6 +31,8 @@ class KVCacheSpec:
 
     dtype: of the pages.
     implementation: which kernels write and read them (reference | xla | cpu | tpu | gpu | gpu_xla).
+    layer_strategy: how a model's layers run (`forward.STRATEGIES`), and so whether the pages of all of them stand in
+      one array; "auto": one_loop with the CPU's kernels, else unrolled.
     compute_capability: of the GPU that the programs are compiled for; only its kernels look at it.
     num_pages counts the null page.
     """
@@ -43,8 +45,16 @@ class KVCacheSpec:
     dtype: str = "float32"
     implementation: str = "xla"
     compute_capability: tuple[int, int] = (0, 0)
+    layer_strategy: str = "auto"
 
     def __post_init__(self) -> None:
+        if self.layer_strategy == "auto":
+            on_cpu = self.implementation in cpu_pages.IMPLEMENTATIONS
+            object.__setattr__(self, "layer_strategy", "one_loop" if on_cpu else "unrolled")
+        if self.layer_strategy not in LAYER_STRATEGIES:
+            raise ValueError(
+                f"layer_strategy={self.layer_strategy!r} must be one of {', '.join(LAYER_STRATEGIES)}"
+            )
         for name in ("num_layers", "num_kv_heads", "head_dim", "page_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
@@ -59,7 +69,7 @@ class KVCacheSpec:
     @property
     def one_array(self) -> bool:
         """Whether the pages of all layers stand in one array, layer after layer, which a loop over layers can index."""
-        return self.implementation in cpu_pages.IMPLEMENTATIONS
+        return self.layer_strategy == "one_loop"
 
     @property
     def num_pages_in_array(self) -> int:
@@ -68,11 +78,11 @@ class KVCacheSpec:
     @property
     def page_shape(self) -> tuple[int, ...]:
         """Shape of an array of pages: of all layers, or of one."""
-        if self.one_array:
+        if self.implementation in cpu_pages.IMPLEMENTATIONS:
             return cpu_pages.page_shape(
                 self.num_pages_in_array, self.num_kv_heads, self.page_size, self.head_dim
             )
-        return (self.num_pages, self.num_kv_heads, self.page_size, 2 * self.head_dim)
+        return (self.num_pages_in_array, self.num_kv_heads, self.page_size, 2 * self.head_dim)
 
     @property
     def num_usable_tokens(self) -> int:
@@ -180,9 +190,11 @@ def gather(cache: KVCache, layer: int, table_row: jax.Array, kv_len: int) -> tup
     used = table_row[: pages_needed(kv_len, cache.spec.page_size)]
     if cache.spec.one_array:
         first = layer * (cache.pages[0].shape[0] // cache.spec.num_layers)
-        pages = cpu_pages.to_contract(cache.pages[0][first + used], cache.spec.head_dim)
+        pages = cache.pages[0][first + used]
     else:
         pages = cache.pages[layer][used]
+    if cpu_pages.is_cpu_layout(pages):
+        pages = cpu_pages.to_contract(pages, cache.spec.head_dim)
     tokens = jnp.swapaxes(pages, 1, 2).reshape(-1, cache.spec.num_kv_heads, 2 * cache.spec.head_dim)[:kv_len]
     return tokens[..., : cache.spec.head_dim], tokens[..., cache.spec.head_dim :]
 

@@ -9,7 +9,6 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import jax
@@ -20,6 +19,7 @@ from jaxinfer.device_facts import facts_of
 from jaxinfer.engine import Engine, EngineConfig, EngineStats
 from jaxinfer.metrics import Work
 from jaxinfer.model_source import ModelSource, find_model, given_model
+from jaxinfer.models.spec import ModelModule
 from jaxinfer.options import DEFAULTS, LLMOptions, documentation, signature
 from jaxinfer.programs import compile_cache, saved_programs
 from jaxinfer.programs.background import give_back_memory
@@ -102,7 +102,7 @@ class LLM:
         *,
         config: Any = None,
         weights: Any = None,
-        model_module: ModuleType | None = None,
+        model_module: ModelModule | None = None,
         tokenizer: Tokenizer | None = None,
         **options: Any,
     ) -> None:

@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import jax
@@ -13,6 +12,7 @@ from jaxinfer import checkpoints, models
 from jaxinfer.checkpoints import fetch, huggingface
 from jaxinfer.checkpoints.files import has, inside
 from jaxinfer.checkpoints.loading import Transform, leaf_sources, named_leaves
+from jaxinfer.models.spec import ModelModule
 from jaxinfer.options import LLMOptions
 from jaxinfer.request import SamplingParams
 from jaxinfer.text.prompts import default_sampling_params
@@ -90,7 +90,7 @@ def named_facts(model: str | Path) -> ModelFacts:
     return ModelFacts(*_understood(huggingface.read_config(path), path))
 
 
-def _understood(hf: dict[str, Any], path: Path) -> tuple[ModuleType, Any]:
+def _understood(hf: dict[str, Any], path: Path) -> tuple[ModelModule, Any]:
     """The model file and the Config of a config. Raises CheckpointError with its path where it is not supported."""
     try:
         module = models.for_config(hf)
@@ -143,7 +143,7 @@ def _hub_config(name: str) -> Path:
 
 
 def given_model(
-    config: Any, weights: Any, module: ModuleType | None, tokenizer: Tokenizer | None
+    config: Any, weights: Any, module: ModelModule | None, tokenizer: Tokenizer | None
 ) -> ModelSource:
     """A model whose weights the user has: a `Weights` tree, or nested dicts (such as a Flax tree) of its leaves.
 

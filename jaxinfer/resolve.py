@@ -18,6 +18,7 @@ from jaxinfer import kv_cache as kv
 from jaxinfer.defaults import Choice
 from jaxinfer.device_facts import DeviceFacts
 from jaxinfer.kv_cache import KVCacheSpec
+from jaxinfer.models.spec import smoothing_groups
 from jaxinfer.options import SHAPES, LLMOptions
 from jaxinfer.programs.buckets import Buckets, Program
 from jaxinfer.programs.compile import Programs, example_arguments
@@ -197,7 +198,7 @@ def _weight_form(
     if config.dtype == "float16":
         raise ValueError(f"quantize={options.quantize!r} works with dtype float32 or bfloat16, not float16")
     products = defaults.products(device)
-    smooth = device.platform == "cpu" and hasattr(model.module, "SMOOTHED")
+    smooth = device.platform == "cpu" and bool(smoothing_groups(model.module.LEAVES))
     matmul = defaults.quantized_matmul(device, weight_forms.matrix_shapes(model, config))
     choices |= {"products in int8": products, "products with quantized matrices": matmul}
     return WeightForm(options.quantize, products.value, smooth, matmul=matmul.value), choices

@@ -9,7 +9,6 @@ itself draws (as LLM-QAT, arXiv:2305.17888): no data is needed, and equal weight
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +20,9 @@ from jaxinfer import batch as batches
 from jaxinfer import kv_cache as kv
 from jaxinfer import quantization
 from jaxinfer.checkpoints.loading import named_leaves
+from jaxinfer.forward import forward
+from jaxinfer.models import spec
+from jaxinfer.models.spec import ModelModule
 from jaxinfer.pallas_kernels.dense_matmul import dense_matmul
 
 ROWS, STEPS = 32, 24  # sequences that are drawn, and their tokens
@@ -55,8 +57,8 @@ class Factors(NamedTuple):
     outputs: jax.Array | None = None
 
 
-def factors(module: ModuleType, config: Any, weights: Any) -> dict[str, Factors]:
-    """Leaf name -> its factors, for the groups that the model file names in SMOOTHED.
+def factors(module: ModelModule, config: Any, weights: Any) -> dict[str, Factors]:
+    """Leaf name -> its factors, for the groups of the model file's leaves (`Leaf.reads`).
 
     The factor of a channel is SmoothQuant's for both sides alike, the root of its size over that of the largest weight
     that reads it, but for its size: the root mean square over tokens, which changes less from one text to another than
@@ -65,16 +67,16 @@ def factors(module: ModuleType, config: Any, weights: Any) -> dict[str, Factors]
     leaves = dict(named_leaves(weights))
     groups = []
     for layer in range(config.num_layers):
-        for writer, readers in module.SMOOTHED.items():
+        for writer, readers in spec.smoothing_groups(module.LEAVES).items():
             groups.append((f"layers.{layer}.{writer}", [f"layers.{layer}.{name}" for name in readers]))
     sizes = _sizes(module, config, weights, [readers[0] for _, readers in groups])
     found: dict[str, Factors] = {}
-    for (writer, readers), size in zip(groups, sizes, strict=True):
-        peaks = [jnp.abs(leaves[name].reshape(-1, size.size)).max(axis=0) for name in readers]
+    for (writer, names), size in zip(groups, sizes, strict=True):
+        peaks = [jnp.abs(leaves[name].reshape(-1, size.size)).max(axis=0) for name in names]
         weight = np.max(np.asarray(peaks, np.float64), axis=0)
         log_factor = np.log(_floored(size) / _floored(weight)) / 2
         factor = np.exp(log_factor - log_factor.mean()).astype(np.float32)
-        for name in readers:
+        for name in names:
             found[name] = found.get(name, Factors())._replace(inputs=jnp.asarray(factor))
         found[writer] = found.get(writer, Factors())._replace(outputs=jnp.asarray(1 / factor))
     return found
@@ -84,7 +86,7 @@ def _floored(x: np.ndarray) -> np.ndarray:
     return np.maximum(x, FLOOR * x.mean() or 1.0)
 
 
-def _sizes(module: ModuleType, config: Any, weights: Any, names: list[str]) -> list[np.ndarray]:
+def _sizes(module: ModelModule, config: Any, weights: Any, names: list[str]) -> list[np.ndarray]:
     """Of what each of these matrices is multiplied by: float64[D], the root mean square over tokens it draws."""
     sums: dict[int, np.ndarray] = {}
 
@@ -99,33 +101,33 @@ def _sizes(module: ModuleType, config: Any, weights: Any, names: list[str]) -> l
     ]
     observed = jax.tree.unflatten(jax.tree.structure(weights), observed)
     steps = min(STEPS, config.max_position_embeddings)
-    spec = kv.KVCacheSpec(
+    cache_spec = kv.KVCacheSpec(
         config.num_layers, config.num_kv_heads, config.head_dim, STEPS, ROWS + 1, config.dtype, "cpu"
     )
-    cache = kv.init(spec)
+    cache = kv.init(cache_spec)
     ids = np.random.default_rng(0).integers(0, config.vocab_size, ROWS)
     key = jax.random.key(0)
     draw = jax.jit(
         lambda weights, hidden, key: jax.random.categorical(key, module.unembed(config, weights, hidden))
     )
-    forward = jax.jit(partial(module.forward, config))  # else each step would be traced and compiled anew
+    run = jax.jit(partial(forward, module, config))  # else each step would be traced and compiled anew
     for step in range(steps):
         rows = [([token], step, [1 + row]) for row, token in enumerate(ids.tolist())]
-        hidden, cache = forward(observed, cache, batches.pack(rows, page_size=STEPS))
+        hidden, cache = run(observed, cache, batches.pack(rows, page_size=STEPS))
         ids = np.asarray(draw(weights, hidden, jax.random.fold_in(key, step)))
     jax.effects_barrier()
     return [np.sqrt(sums[i] / (ROWS * steps)) for i in range(len(names))]
 
 
 def quantize(
-    module: ModuleType, config: Any, weights: Any, activations: str | None, implementation: str
+    module: ModelModule, config: Any, weights: Any, activations: str | None, implementation: str
 ) -> Any:
     """As quantization.quantize, with the channels of activations made alike first; what writes K and V stays."""
     return apply(module, config, weights, activations, implementation, factors(module, config, weights))
 
 
 def apply(
-    module: ModuleType,
+    module: ModelModule,
     config: Any,
     weights: Any,
     activations: str | None,

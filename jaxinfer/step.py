@@ -10,7 +10,6 @@ whole prompt never exist at once.
 
 from dataclasses import replace
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 import jax
@@ -18,7 +17,9 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxinfer.batch import StepBatch, last_token_indices, next_decode
+from jaxinfer.forward import forward
 from jaxinfer.kv_cache import KVCache
+from jaxinfer.models.spec import ModelConfig, ModelModule
 from jaxinfer.programs.buckets import Program
 from jaxinfer.sampling import sample
 from jaxinfer.sampling.sample import (
@@ -50,8 +51,8 @@ class StepOutput:
 
 
 def step(
-    model: ModuleType,
-    config: Any,
+    model: ModelModule,
+    config: ModelConfig,
     weights: Any,
     kv_cache: KVCache,
     rows: RowState,
@@ -72,7 +73,7 @@ def step(
     # A decode row's input id is what it drew last; it never visits the host. Other rows write nowhere.
     first = jnp.where(batch.from_row, batch.cu_q_lens[:-1], len(batch.token_ids))
     token_ids = batch.token_ids.at[first].set(rows.last_token[batch.row_ids], mode="drop")
-    hidden, kv_cache = model.forward(config, weights, kv_cache, replace(batch, token_ids=token_ids))
+    hidden, kv_cache = forward(model, config, weights, kv_cache, replace(batch, token_ids=token_ids))
     last = last_token_indices(batch)
 
     def draw(hidden, positions, row_ids, sampling_batch):
@@ -90,14 +91,15 @@ def step(
             processor_params={} if sampling_batch is None else sampling_batch.processor_args,
         )
 
-    output = batch.per_row(draw, hidden[last], batch.positions[last] + 1, batch.row_ids, sampling_batch)
+    arguments = hidden[last], batch.positions[last] + 1, batch.row_ids, sampling_batch
+    output = map_tiles(draw, arguments, batch.tile, batch.distribution[2])
     rows = sample.record(rows, batch.row_ids, output.tokens, batch.samples)
     return StepOutput(output, hidden), kv_cache, rows
 
 
 def score(
-    model: ModuleType,
-    config: Any,
+    model: ModelModule,
+    config: ModelConfig,
     num_logprobs: int,
     tile: int | None,
     weights: Any,
@@ -123,8 +125,8 @@ def score(
 
 
 def run_steps(
-    model: ModuleType,
-    config: Any,
+    model: ModelModule,
+    config: ModelConfig,
     program: Program,
     logprobs_mode: LogprobsMode,
     logits_processors: tuple[LogitsProcessor, ...],

@@ -5,13 +5,13 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import ModuleType
 from typing import Any
 
 import jax
 
 from jaxinfer import quantization, smoothing
 from jaxinfer.checkpoints.loading import TensorSource, Transform, named_leaves, weight_leaves
+from jaxinfer.models.spec import ModelModule
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class WeightForm:
 class ModelFacts:
     """What is known of a model before weights are read: all that `resolve` asks of it."""
 
-    module: ModuleType  # its model file
+    module: ModelModule  # its model file
     config: Any  # its Config; where weights are still to be read, the dtype is decided later
     weights_given: bool = False  # whether they are on the device already, in the config's dtype
     # By leaf of the weights, the shapes of the blocks of codes that its file has (gguf_blocks.Blocks).
@@ -109,7 +109,7 @@ def in_form(model: ModelFacts, config: Any, form: WeightForm, weights: Any) -> A
 
 
 def _quantized(
-    module: ModuleType, config: Any, weights: Any, form: WeightForm, factors: Mapping[str, Any]
+    module: ModelModule, config: Any, weights: Any, form: WeightForm, factors: Mapping[str, Any]
 ) -> Any:
     if form.smooth:
         return smoothing.apply(module, config, weights, form.activations, form.matmul, factors)

@@ -19,6 +19,7 @@ LAYERS = [
     "kv_cache models.layers batch page_allocator metrics tools.timeline",
     "scheduler attention device_facts programs.saved_programs programs.buckets",
     "models defaults options",
+    "forward",
     "step sampling.logprobs",
     "programs.compile programs.background",
     "engine",
@@ -83,13 +84,14 @@ for package in (jaxinfer,):
 
 import jax.numpy as jnp
 from jaxinfer import batch, checkpoints, kv_cache, models
+from jaxinfer.forward import forward
 checkpoint = checkpoints.open_checkpoint(sys.argv[1])
 model = models.for_config(checkpoint.config)
 config = model.Config.from_hf(checkpoint.config)
 weights = checkpoints.load_weights(checkpoint, model, config, jnp.float32)
 spec = kv_cache.KVCacheSpec(config.num_layers, config.num_kv_heads, config.head_dim, 16, 4, implementation="xla")
 packed = batch.pack([([5, 6, 7], 0, [1])], page_size=16)
-model.forward(config, weights, kv_cache.init(spec), packed)
+forward(model, config, weights, kv_cache.init(spec), packed)
 print(*sorted(name for name in ("optax", "flax.nnx", "torch", "transformers") if name in sys.modules))
 """
 

@@ -8,6 +8,7 @@ from planted import greedy, make_planted, next_logprobs, plant_chain, random_tab
 from tiny_models import write_hf
 
 from jaxinfer import batch, checkpoints, kv_cache, models
+from jaxinfer.forward import forward
 
 pytestmark = pytest.mark.smoke
 VOCAB = 96
@@ -25,7 +26,7 @@ def test_logits_are_the_rows_of_the_table(tmp_path):
     prompt = [7, 3, 95, 3, 0]
     packed = batch.pack([(prompt, 0, [2])], page_size=16)
     with jax.default_matmul_precision("highest"):
-        hidden, _ = model.forward(config, weights, kv_cache.init(spec), packed)
+        hidden, _ = forward(model, config, weights, kv_cache.init(spec), packed)
         logits = model.unembed(config, weights, hidden)
     # one product and one norm in float32: a few units in the last place of logits up to 8
     np.testing.assert_allclose(logits[: len(prompt)], table[prompt], atol=5e-6)

@@ -1,18 +1,18 @@
 """One file per architecture. Adding one touches `MODELS` and a test fixture."""
 
-from types import ModuleType
 from typing import Any
 
 from jaxinfer.models import llama, qwen3
+from jaxinfer.models.spec import ModelModule
 from jaxinfer.wording import shown
 
 # `model_type` of a config.json -> model file
-MODELS: dict[str, ModuleType] = {"llama": llama, "qwen3": qwen3}
+MODELS: dict[str, ModelModule] = {"llama": llama, "qwen3": qwen3}
 # `model_type` -> the one of MODELS that computes the same, since what differs (Mistral's window) is refused.
 SAME_AS = {"mistral": "llama"}
 
 
-def for_config(hf: dict[str, Any]) -> ModuleType:
+def for_config(hf: dict[str, Any]) -> ModelModule:
     """The model file for a Hugging Face config.
 
     Raises:
@@ -25,7 +25,7 @@ def for_config(hf: dict[str, Any]) -> ModuleType:
     return MODELS[SAME_AS.get(kind, kind)]
 
 
-def module_of(config: Any) -> ModuleType:
+def module_of(config: Any) -> ModelModule:
     """The model file whose `Config` this is.
 
     Raises:

@@ -275,3 +275,38 @@ def _factors(factors: Any, head_dim: int) -> tuple[float, ...]:
     if wrong:
         raise ValueError(f"rope factors hold {shown(wrong[0])}; each must be a number over 0")
     return tuple(float(x) for x in factors)
+
+
+# What `decoder_fields` reads.
+DECODER_KEYS = frozenset(
+    {
+        "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+        "intermediate_size", "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters", "tie_word_embeddings",
+        "max_position_embeddings",
+    }
+)  # fmt: skip
+
+
+def decoder_fields(hf: dict[str, Any]) -> dict[str, Any]:
+    """Fields that the Config of every dense decoder has, by name.
+
+    Raises:
+      ValueError: a key is missing, or the scaling of rope is none that we compute.
+    """
+    vocab, dim, depth, heads, mlp = require(
+        hf, "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"
+    )
+    head_dim = hf.get("head_dim") or dim // heads
+    return {
+        "vocab_size": vocab,
+        "embed_dim": dim,
+        "num_layers": depth,
+        "num_q_heads": heads,
+        "num_kv_heads": hf.get("num_key_value_heads") or heads,
+        "head_dim": head_dim,
+        "mlp_dim": mlp,
+        "rms_norm_eps": hf.get("rms_norm_eps", 1e-6),
+        "rope": rope_from_hf(hf, head_dim),
+        "tie_word_embeddings": bool(hf.get("tie_word_embeddings", False)),
+        "max_position_embeddings": hf.get("max_position_embeddings", 2048),
+    }

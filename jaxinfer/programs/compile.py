@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 import jax
@@ -15,6 +14,7 @@ import numpy as np
 from jaxinfer import batch as batches
 from jaxinfer import kv_cache as kv
 from jaxinfer.kv_cache import KVCache
+from jaxinfer.models.spec import ModelModule
 from jaxinfer.programs import saved_programs
 from jaxinfer.programs.buckets import Program
 from jaxinfer.programs.saved_programs import SavedPrograms
@@ -68,7 +68,7 @@ class Programs:
 
     def __init__(
         self,
-        model: ModuleType,
+        model: ModelModule,
         config: Any,
         *,
         logprobs_mode: LogprobsMode = "raw",

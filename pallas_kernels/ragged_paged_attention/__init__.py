@@ -26,6 +26,7 @@ IMPLEMENTATIONS = {
     # calls that the decode kernel of gpu takes whole by gpu, every other call by xla
     "gpu_xla": "jaxinfer.pallas_kernels.ragged_paged_attention.gpu_xla",
 }
+WINDOW_AS_DATA = ("reference", "xla", "cpu", "cpu_invariant")  # a loop over layers has one attention for all
 QUANTIZED_DTYPES = (jnp.int8, jnp.int4, jnp.float8_e4m3fn)  # page dtypes that need kv_scales
 FLOAT_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)  # page dtypes that must not have kv_scales; q dtypes
 
@@ -41,7 +42,7 @@ def ragged_paged_attention(
     *,
     sm_scale: float,
     max_q_len: int,
-    sliding_window: int | None = None,
+    sliding_window: int | jax.Array | None = None,
     soft_cap: float | None = None,
     sink_logits: jax.Array | None = None,
     return_lse: bool = False,
@@ -71,7 +72,8 @@ def ragged_paged_attention(
         max_q_len: static upper bound of the query tokens in one row. 1 is the pure decode program: decode_end
             is num_seqs there. Rows of 2 to 16 tokens (drafts) take the decode path of tpu and gpu alone; xla walks
             them one by one, as tiles of queries.
-        sliding_window: a query at position p sees positions p - sliding_window < j <= p; None: all j <= p.
+        sliding_window: a query at position p sees positions p - sliding_window < j <= p; None: all j <= p. As data,
+            i32[] of at least 1, for the implementations of WINDOW_AS_DATA.
         soft_cap: scores become soft_cap * tanh(scores / soft_cap); None leaves them.
         sink_logits: f32[N], one more logit per head in the softmax's denominator that has no value.
         return_lse: also return the log of the softmax's denominator (sink included).
@@ -89,6 +91,12 @@ def ragged_paged_attention(
     """
     _validate(q, kv_pages, kv_scales, page_table, kv_lens, cu_q_lens, distribution, implementation)
     _validate_options(q, sm_scale, max_q_len, sliding_window, soft_cap, sink_logits)
+    if isinstance(sliding_window, jax.Array):
+        check_array("sliding_window", sliding_window, (), jnp.int32)
+        if implementation not in WINDOW_AS_DATA:
+            raise NotImplementedError(
+                f"{implementation!r} takes sliding_window as an int alone; {', '.join(WINDOW_AS_DATA)} take data too"
+            )
     options = {"compute_capability": compute_capability} if implementation in ("gpu", "gpu_xla") else {}
     return load("ragged_paged_attention", IMPLEMENTATIONS, implementation)(
         q,
@@ -151,7 +159,7 @@ def _validate_options(
     q: jax.Array,
     sm_scale: float,
     max_q_len: int,
-    sliding_window: int | None,
+    sliding_window: int | jax.Array | None,
     soft_cap: float | None,
     sink_logits: jax.Array | None,
 ) -> None:
@@ -159,7 +167,7 @@ def _validate_options(
         raise ValueError(f"sm_scale is {sm_scale} but must be positive")
     if not max_q_len >= 1:
         raise ValueError(f"max_q_len is {max_q_len} but must be at least 1")
-    if sliding_window is not None and sliding_window < 1:
+    if isinstance(sliding_window, int) and sliding_window < 1:
         raise ValueError(f"sliding_window is {sliding_window} but must be at least 1, or None for no window")
     if soft_cap is not None and not soft_cap > 0:
         raise ValueError(f"soft_cap is {soft_cap} but must be positive, or None for no cap")

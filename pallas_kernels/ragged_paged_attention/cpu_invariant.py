@@ -43,7 +43,7 @@ def ragged_paged_attention(
     *,
     sm_scale: float,
     max_q_len: int,
-    sliding_window: int | None = None,
+    sliding_window: int | jax.Array | None = None,
     soft_cap: float | None = None,
     sink_logits: jax.Array | None = None,
     return_lse: bool = False,

@@ -59,7 +59,7 @@ def ragged_paged_attention(
     *,
     sm_scale: float,
     max_q_len: int,
-    sliding_window: int | None = None,
+    sliding_window: int | jax.Array | None = None,
     soft_cap: float | None = None,
     sink_logits: jax.Array | None = None,
     return_lse: bool = False,
@@ -228,7 +228,7 @@ def _decode(
     page_table: jax.Array,  # i32[B, P]
     kv_lens: jax.Array,  # i32[B], 0 in rows that are no decode rows
     sm_scale: float,
-    sliding_window: int | None,
+    sliding_window: int | jax.Array | None,
     soft_cap: float | None,
     sinks: jax.Array | None,  # f32[K, G]
 ) -> tuple[jax.Array, jax.Array]:  # f32[B, K, G, H], f32[B, K, G]; zeros and -inf where kv_lens is 0
@@ -301,7 +301,7 @@ def _prefill(
     distribution: jax.Array,
     max_q_len: int,
     sm_scale: float,
-    sliding_window: int | None,
+    sliding_window: int | jax.Array | None,
     soft_cap: float | None,
     sinks: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:  # [T, K, G, H] in q's dtype, f32[T, K, G]; zeros and -inf elsewhere

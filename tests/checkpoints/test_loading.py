@@ -3,6 +3,8 @@
 import json
 import subprocess
 import sys
+import types
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -54,6 +56,22 @@ def test_every_leaf_is_its_tensor(tmp_path, name, kind):
         expected["unembed"] = weights[HEAD]
     for leaf, value in expected.items():
         np.testing.assert_array_equal(np.asarray(leaves[leaf]), value, err_msg=leaf)
+
+
+def test_a_leaf_can_be_made_of_a_published_array(tmp_path):
+    """Gemma publishes norms less 1; llama.cpp's converter has added it already."""
+    config, weights = make_tiny("llama_gqa")
+    model = types.ModuleType("gemma_norms")
+    vars(model).update(vars(llama))
+    norm = llama.LEAVES["attn_norm"]
+    model.LEAVES = {**llama.LEAVES, "attn_norm": replace(norm, from_hf=lambda array: array + 1)}
+    write_gguf(tmp_path / "m.gguf", config, weights)
+    for path, added in ((write_hf(tmp_path, config, weights), 1), (tmp_path / "m.gguf", 0)):
+        checkpoint = open_checkpoint(path)
+        tree = load_weights(checkpoint, model, llama.Config.from_hf(checkpoint.config), np.float32)
+        published = weights["model.layers.1.input_layernorm.weight"]
+        np.testing.assert_array_equal(tree.layers[1].attn_norm, published + np.float32(added))
+        np.testing.assert_array_equal(tree.final_norm, weights["model.norm.weight"])
 
 
 def test_matrices_take_the_dtype_and_vectors_stay_float32(tmp_path):

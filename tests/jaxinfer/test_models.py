@@ -1,5 +1,6 @@
 """Model files against transformers' logits, and the contract that every model file keeps."""
 
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -13,7 +14,9 @@ from jaxinfer import checkpoints, models
 from jaxinfer import kv_cache as kv
 from jaxinfer.checkpoints import huggingface
 from jaxinfer.checkpoints.loading import weight_leaves
+from jaxinfer.forward import forward
 from jaxinfer.models.layers import RopeConfig
+from jaxinfer.models.spec import hf_names
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "tiny"
 # Logits of these models reach about 30; float32 sums of a few hundred terms in another order differ by
@@ -41,10 +44,10 @@ def run(model, config, weights, ids, chunks, implementation):
         config.num_layers, config.num_kv_heads, config.head_dim, 16, 12, implementation=implementation
     )
     cache, pages, start, logits = kv.init(spec), [7, 2, 9, 4, 11], 0, []
-    forward = jax.jit(model.forward, static_argnums=0, donate_argnums=2)
+    step = jax.jit(partial(forward, model, config), donate_argnums=1)
     for n in chunks:
         packed = batches.pack([(ids[start : start + n], start, pages)], page_size=16)
-        hidden, cache = forward(config, weights, cache, packed)
+        hidden, cache = step(weights, cache, packed)
         logits.append(model.unembed(config, weights, hidden))
         start += n
     return np.concatenate(logits)
@@ -74,8 +77,11 @@ def test_every_model_file_keeps_the_contract(kind):
     )
     named = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in axes}
     assert {name: len(leaf.shape) for name, leaf in leaves.items()} == {n: len(a) for n, a in named.items()}
-    patterns = {pattern.replace("{layer}", str(i)) for pattern in model.HF_NAMES.values() for i in (0, 1)}
+    patterns = {pattern.replace("{layer}", str(i)) for pattern in hf_names(model.LEAVES) for i in (0, 1)}
     assert set(leaves) <= patterns, "a leaf that no checkpoint tensor can fill"
+    for names in ([leaf.hf for leaf in model.LEAVES.values()], [leaf.gguf for leaf in model.LEAVES.values()]):
+        assert len(set(names)) == len(names), "two leaves are filled by one tensor"
+    assert {leaf.reads for leaf in model.LEAVES.values()} <= {None, *model.LEAVES}
 
 
 @pytest.mark.parametrize("kind", models.MODELS)
@@ -124,6 +130,6 @@ def test_angles_are_computed_once_for_all_layers(tiny):
     _, model, config, weights = tiny
     spec = kv.KVCacheSpec(config.num_layers, config.num_kv_heads, config.head_dim, 16, 3)
     packed = batches.pack([(range(3, 19), 0, [1])], page_size=16)
-    lowered = jax.jit(model.forward, static_argnums=0).lower(config, weights, kv.init(spec), packed)
+    lowered = jax.jit(partial(forward, model, config)).lower(weights, kv.init(spec), packed)
     text = lowered.compile().as_text()
     assert text.count(" cosine(") == text.count(" sine(") == 1

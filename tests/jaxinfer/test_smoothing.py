@@ -1,6 +1,7 @@
 """Factors of activations' channels: what they leave alone, what they save, and that a model needs none to run."""
 
 import types
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from jaxinfer import batch as batches
 from jaxinfer import kv_cache as kv
 from jaxinfer import models, quantization, smoothing
 from jaxinfer.checkpoints.loading import named_leaves
+from jaxinfer.forward import forward
 from jaxinfer.llm import LLM
 from jaxinfer.quantization import is_axes, quantize_leaf
 
@@ -22,7 +24,7 @@ PROMPT = list(range(3, 27))
 def logits(module, config, weights):
     spec = kv.KVCacheSpec(config.num_layers, config.num_kv_heads, config.head_dim, 32, 2)
     batch = batches.pack([(PROMPT, 0, [1])], page_size=32)
-    hidden, _ = module.forward(config, weights, kv.init(spec), batch)
+    hidden, _ = forward(module, config, weights, kv.init(spec), batch)
     return np.asarray(module.unembed(config, weights, hidden))
 
 
@@ -122,7 +124,8 @@ def test_codes_are_of_the_matrix_times_its_factors():
 def test_a_model_file_without_groups_is_quantized_as_it_is():
     module, config, weights = load("llama_gqa")
     bare = types.ModuleType("bare")
-    vars(bare).update({name: value for name, value in vars(module).items() if name != "SMOOTHED"})
+    vars(bare).update(vars(module))
+    bare.LEAVES = {name: replace(leaf, reads=None) for name, leaf in module.LEAVES.items()}
     with LLM(
         config=config, weights=weights, model_module=bare, quantize="w8a8", num_pages=8, max_model_len=32,
         max_num_seqs=2, max_num_batched_tokens=16, background_compile=False,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxinfer.pallas_kernels import cpu_pages
-from jaxinfer.pallas_kernels.ragged_paged_attention import ragged_paged_attention, xla
+from jaxinfer.pallas_kernels.ragged_paged_attention import WINDOW_AS_DATA, ragged_paged_attention, xla
 from jaxinfer.pallas_kernels.ragged_paged_attention.cases import (
     CASES,
     CASES_BY_NAME,
@@ -17,8 +17,9 @@ from jaxinfer.pallas_kernels.ragged_paged_attention.cases import (
     without_rows,
 )
 
-STATIC = ("sm_scale", "max_q_len", "sliding_window", "soft_cap", "return_lse", "implementation")
-attend_jit = jax.jit(ragged_paged_attention, static_argnames=STATIC)
+STATIC = ("sm_scale", "max_q_len", "soft_cap", "return_lse", "implementation")
+attend_jit = jax.jit(ragged_paged_attention, static_argnames=(*STATIC, "sliding_window"))
+attend_window_as_data = jax.jit(ragged_paged_attention, static_argnames=STATIC)
 
 
 def attend(*, kv_pages: jax.Array, implementation: str, **inputs: Any) -> Any:
@@ -133,6 +134,27 @@ def test_many_rows_without_kv_tokens_between_others(implementation: str) -> None
     expected, expected_lse = numpy_attention(inputs)
     out, lse = attend(**inputs, return_lse=True, implementation=implementation)
     assert_close(case, out, lse, expected, expected_lse, largest_rounded(implementation, inputs))
+
+
+@pytest.mark.parametrize("implementation", WINDOW_AS_DATA)
+def test_a_window_as_data_gives_what_a_static_one_does(implementation: str) -> None:
+    """The largest number among them, which hides nothing."""
+    case = Case("data", 4, 2, 64, 16, (1, 1, 70, 33), (200, 9, 290, 33), pad_tokens=3, sinks=True)
+    inputs = make_inputs(case, seed=5)
+    laid_out = inputs | {"kv_pages": cpu_pages.of_layout(inputs["kv_pages"], implementation)}
+    for window in (1, 16, 37, 2**31 - 1):
+        expected = numpy_attention(inputs | {"sliding_window": window})
+        options = {"sliding_window": jnp.int32(window), "return_lse": True, "implementation": implementation}
+        out, lse = attend_window_as_data(**(laid_out | options))
+        assert_close(case, out, lse, *expected)
+
+
+def test_a_window_as_data_is_refused_where_it_must_be_static() -> None:
+    inputs = make_inputs(CASES[0], seed=0) | {"sliding_window": jnp.int32(4)}
+    with pytest.raises(NotImplementedError, match="'tpu' takes sliding_window as an int alone"):
+        ragged_paged_attention(**inputs, implementation="tpu")
+    with pytest.raises(ValueError, match="sliding_window is int32"):
+        ragged_paged_attention(**inputs | {"sliding_window": jnp.ones(2, jnp.int32)}, implementation="xla")
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,12 @@
 """What an engine will allocate on the device at hand, decided and checked before anything is loaded."""
 
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 from jaxinfer import defaults
 from jaxinfer.device_facts import DeviceFacts
 from jaxinfer.kv_cache import KVCacheSpec, pages_needed
+from jaxinfer.models.spec import ModelModule
 from jaxinfer.options import LLMOptions
 from jaxinfer.tools.planner import temporaries
 from jaxinfer.tools.planner.memory import row_state_bytes
@@ -55,7 +55,7 @@ class EnginePlan:
 
 
 def check(
-    module: ModuleType,
+    module: ModelModule,
     config: Any,
     device: DeviceFacts,
     spec: KVCacheSpec,

@@ -6,7 +6,6 @@ Shape letters: D embed_dim, N query heads, K KV heads, H head_dim, V vocab.
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import jax
@@ -14,6 +13,7 @@ import jax
 from jaxinfer.checkpoints.loading import weight_leaves
 from jaxinfer.kv_cache import ml_dtypes_itemsize
 from jaxinfer.model_source import named_facts
+from jaxinfer.models.spec import ModelModule
 from jaxinfer.quantization import is_axes
 
 # Bits of one element of the KV cache; those below 16 have scales beside them.
@@ -65,7 +65,7 @@ class ModelShape:
     leaves: tuple[Leaf, ...]
 
     @staticmethod
-    def from_config(module: ModuleType, config: Any, name: str = "model") -> "ModelShape":
+    def from_config(module: ModelModule, config: Any, name: str = "model") -> "ModelShape":
         """From a model file and its config, by abstract evaluation of its `init`."""
         structs, _ = weight_leaves(module, config)
         axes = _axes(module.logical_axes(config))

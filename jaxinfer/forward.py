@@ -1,0 +1,180 @@
+"""Runs a model over a step's batch: embedding, layers, final norm. A model file says what a layer is, this how layers
+are run: `KVCacheSpec.layer_strategy` names one of STRATEGIES.
+
+Shape letters: T tokens, B rows, D embed_dim, N query heads, K KV heads, H head_dim, P pages per row.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxinfer.attention import AttentionOptions, append_and_attend
+from jaxinfer.batch import StepBatch
+from jaxinfer.kv_cache import KVCache
+from jaxinfer.models.layers import rope_table
+from jaxinfer.models.spec import ModelConfig, ModelModule
+from jaxinfer.tiles import map_tiles
+
+NO_WINDOW = 2**31 - 1  # a window as data that hides nothing
+
+
+def forward(
+    model: ModelModule, config: ModelConfig, weights: Any, kv_cache: KVCache, batch: StepBatch
+) -> tuple[jax.Array, KVCache]:
+    """Hidden states [T, D] of the batch's tokens after the final norm, and the cache with them appended."""
+
+    def embed(token_ids: jax.Array, positions: jax.Array) -> tuple[jax.Array, tuple]:
+        tables = tuple(rope_table(rope, positions) for rope in model.ropes(config))
+        return model.embed(config, weights, token_ids), tables
+
+    x, ropes = _per_token(batch, embed, batch.token_ids, batch.positions)
+    run_layers = STRATEGIES[kv_cache.spec.layer_strategy]
+    x, kv_cache = run_layers(model, config, weights.layers, x, ropes, kv_cache, batch)
+    return _per_token(batch, partial(model.final, config, weights), x), kv_cache
+
+
+def _per_token(batch: StepBatch, function: Callable[..., Any], *arguments: Any) -> Any:
+    """function(*arguments), trees of arrays [T, ...] that it maps token by token to such a tree."""
+    return map_tiles(function, arguments, batch.tile, batch.cu_q_lens[-1])
+
+
+def unrolled(
+    model: ModelModule,
+    config: ModelConfig,
+    layers: Sequence[Any],
+    x: jax.Array,  # [T, D]
+    ropes: tuple[Any, ...],
+    kv_cache: KVCache,
+    batch: StepBatch,
+) -> tuple[jax.Array, KVCache]:
+    """Layer after layer, each with pages of its own; layers of equal options and shapes are traced and lowered once."""
+    spec = kv_cache.spec
+
+    @partial(jax.jit, static_argnums=0)
+    def run(options: AttentionOptions, w, x, pages, scales, rope, batch):
+        q, k, v = _per_token(batch, partial(model.before_attention, config, options, w), x, rope)
+        out, pages, scales = append_and_attend(
+            q,
+            k,
+            v,
+            pages,
+            scales,
+            batch.slot_mappings[options.group],
+            batch.page_tables[options.group],
+            batch,
+            spec,
+            options,
+            window=options.window,
+            sink_logits=_sinks(options, w),
+        )
+        return _per_token(batch, partial(model.after_attention, config, options, w), x, out), pages, scales
+
+    pages: list[Any] = list(kv_cache.pages)
+    scales: list[Any] = list(kv_cache.scales or [None] * len(layers))
+    for i, w in enumerate(layers):
+        options = model.attention_options(config, i)
+        x, pages[i], scales[i] = run(options, w, x, pages[i], scales[i], ropes[options.rope], batch)
+    return x, replace(kv_cache, pages=tuple(pages), scales=None if kv_cache.scales is None else tuple(scales))
+
+
+def one_loop(
+    model: ModelModule,
+    config: ModelConfig,
+    layers: Sequence[Any],
+    x: jax.Array,  # [T, D]
+    ropes: tuple[Any, ...],
+    kv_cache: KVCache,
+    batch: StepBatch,
+) -> tuple[jax.Array, KVCache]:
+    """All layers in one loop, the pages of all of them in one array, layer after layer.
+
+    A layer's own part of the loop, the products before and after attention, is a branch of a switch, and reads its
+    weights where they lie: weights that a loop slices out of a stack are copied. All else stands in the program once,
+    and what differs by layer (window, KV group) is data. What XLA:CPU takes to compile and to load a program, and what
+    it keeps of it, grows with its instructions.
+
+    Raises:
+      NotImplementedError: layers differ in what is static in the one attention of the loop.
+    """
+    spec = kv_cache.spec
+    options = [model.attention_options(config, i) for i in range(len(layers))]
+    shared = _shared(options)
+
+    # Traced and lowered once for layers of equal options, not in each branch.
+    @partial(jax.jit, static_argnums=0)
+    def before(options: AttentionOptions, w, x, ropes, batch):
+        q, k, v = _per_token(
+            batch, partial(model.before_attention, config, options, w), x, ropes[options.rope]
+        )
+        return q, k, v, _sinks(options, w)
+
+    @partial(jax.jit, static_argnums=0)
+    def after(options: AttentionOptions, w, x, out, batch):
+        return _per_token(batch, partial(model.after_attention, config, options, w), x, out)
+
+    def turn(i: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        x, pages = state
+        branches = [partial(before, o, w) for o, w in zip(options, layers, strict=True)]
+        q, k, v, sinks = jax.lax.switch(i, branches, x, ropes, batch)
+        group = _by_layer([o.group for o in options], i)
+        first = i * spec.num_pages  # of the layer's pages in the array
+        out, pages, _ = append_and_attend(
+            q,
+            k,
+            v,
+            pages,
+            None,
+            _of_group(batch.slot_mappings, group) + first * spec.page_size,
+            _of_group(batch.page_tables, group) + first,
+            batch,
+            spec,
+            shared,
+            window=_window(options, i),
+            sink_logits=sinks,
+        )
+        branches = [partial(after, o, w) for o, w in zip(options, layers, strict=True)]
+        return jax.lax.switch(i, branches, x, out, batch), pages
+
+    x, array = jax.lax.fori_loop(0, len(layers), turn, (x, *kv_cache.pages))
+    return x, replace(kv_cache, pages=(array,))
+
+
+STRATEGIES: dict[str, Callable[..., tuple[jax.Array, KVCache]]] = {
+    "unrolled": unrolled,
+    "one_loop": one_loop,
+}
+
+
+def _sinks(options: AttentionOptions, w: Any) -> jax.Array | None:
+    return None if options.sinks is None else getattr(w, options.sinks)
+
+
+def _shared(options: Sequence[AttentionOptions]) -> AttentionOptions:
+    """The options of the loop's one attention, less what is data there."""
+    shared = {replace(o, group=0, window=None, rope=0) for o in options}
+    if len(shared) > 1:
+        raise NotImplementedError(
+            "one_loop has one attention for all layers, and these differ in sm_scale, soft_cap or sinks: "
+            "give the cache layer_strategy='unrolled'"
+        )
+    return shared.pop()
+
+
+def _by_layer(values: Sequence[int], i: jax.Array) -> int | jax.Array:
+    """The value of layer i: static where all are equal."""
+    return values[0] if len(set(values)) == 1 else jnp.asarray(values, jnp.int32)[i]
+
+
+def _window(options: Sequence[AttentionOptions], i: jax.Array) -> int | jax.Array | None:
+    windows = [o.window for o in options]
+    if len(set(windows)) == 1:
+        return windows[0]
+    return _by_layer([NO_WINDOW if window is None else window for window in windows], i)
+
+
+def _of_group(arrays: tuple[jax.Array, ...], group: int | jax.Array) -> jax.Array:
+    return arrays[group] if isinstance(group, int) else jnp.stack(arrays)[group]

@@ -1,0 +1,117 @@
+"""How layers are run: the named strategies agree, also where layers differ in window, rope and KV group."""
+
+import types
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from engines import load
+from tiny_models import random_tokens
+
+from jaxinfer import batch as batches
+from jaxinfer import kv_cache as kv
+from jaxinfer.forward import forward
+from jaxinfer.models import spec
+from jaxinfer.models.spec import Leaf
+
+PROMPT = random_tokens("forward", 40)
+PAGE_SIZE = 8
+
+
+def variant(**functions):
+    """Llama with other functions of its model file, and a third layer."""
+    module, config, weights = load("llama_gqa")
+    model = types.ModuleType("variant")
+    vars(model).update({**vars(module), **functions})
+    config = replace(config, num_layers=3)
+    return model, config, weights.replace(layers=(*weights.layers, weights.layers[0]))
+
+
+def hidden(model, config, weights, implementation, strategy="auto", chunks=(17, 1, 22)):
+    """Hidden states [T, D] of PROMPT, in chunks over scattered pages."""
+    cache_spec = kv.KVCacheSpec(
+        config.num_layers, config.num_kv_heads, config.head_dim, PAGE_SIZE, 9,
+        implementation=implementation, layer_strategy=strategy,
+    )  # fmt: skip
+    assert cache_spec.layer_strategy in ("one_loop", "unrolled")
+    step, cache, start, out = jax.jit(partial(forward, model, config)), kv.init(cache_spec), 0, []
+    for n in chunks:
+        packed = batches.pack([(PROMPT[start : start + n], start, [7, 2, 8, 4, 1])], page_size=PAGE_SIZE)
+        x, cache = step(weights, cache, packed)
+        out.append(x)
+        start += n
+    return np.concatenate(out)
+
+
+def assert_equal_hidden(got, want):
+    # float32 sums of at most 128 terms in another order, states of about 1 after the norm
+    np.testing.assert_allclose(got, want, atol=5e-5)
+
+
+STRATEGIES = [("xla", "unrolled"), ("cpu", "one_loop"), ("cpu", "unrolled"), ("xla", "one_loop")]
+
+
+@pytest.mark.parametrize(("implementation", "strategy"), STRATEGIES)
+def test_windows_and_ropes_of_layers(implementation, strategy):
+    """Layer 1 sees 5 tokens and turns twice as slowly; a window that is longer than the prompt changes nothing."""
+    module, *_ = load("llama_gqa")
+    windows = [64, 5, None]
+
+    def attention_options(config, layer):
+        return replace(module.attention_options(config, layer), window=windows[layer], rope=layer % 2)
+
+    def ropes(config):
+        return config.rope, replace(config.rope, kind="linear", factor=2.0)
+
+    model, config, weights = variant(attention_options=attention_options, ropes=ropes)
+    with jax.default_matmul_precision("highest"):
+        want = hidden(model, config, weights, "reference", chunks=(len(PROMPT),))
+        got = hidden(model, config, weights, implementation, strategy)
+        assert_equal_hidden(got, want)
+        for others in ([64, None, None], [64, 6, None], [5, None, None]):
+            windows[:] = others
+            assert np.abs(hidden(model, config, weights, implementation, strategy) - want).max() > 1e-2
+        windows[:] = [64, 5, None]
+        model.ropes = lambda config: (config.rope, config.rope)
+        assert np.abs(hidden(model, config, weights, implementation, strategy) - want).max() > 1e-2
+
+
+@pytest.mark.parametrize(("implementation", "strategy"), STRATEGIES)
+def test_sinks_and_a_soft_cap(implementation, strategy):
+    """The leaf of sinks is another in each layer."""
+    module, *_ = load("llama_gqa")
+
+    def attention_options(config, layer):
+        return replace(module.attention_options(config, layer), sinks="sinks", soft_cap=2.0)
+
+    leaves = {**module.LEAVES, "sinks": Leaf("bias", "N", "model.layers.{layer}.sinks", "blk.{layer}.sinks")}
+    model, config, weights = variant(attention_options=attention_options, LEAVES=leaves)
+    given = [vars(w) | {"sinks": jnp.arange(4.0) - i} for i, w in enumerate(weights.layers)]
+    layer_type = type(spec.init(leaves, config, jax.random.key(0)).layers[0])
+    weights = weights.replace(layers=tuple(layer_type(**fields) for fields in given))
+    with jax.default_matmul_precision("highest"):
+        want = hidden(model, config, weights, "reference", chunks=(len(PROMPT),))
+        assert_equal_hidden(hidden(model, config, weights, implementation, strategy), want)
+        swapped = weights.replace(layers=tuple(w.replace(sinks=jnp.zeros(4)) for w in weights.layers))
+        assert np.abs(hidden(model, config, swapped, implementation, strategy) - want).max() > 1e-2
+
+
+def test_layers_that_one_attention_cannot_serve_are_refused():
+    module, *_ = load("llama_gqa")
+
+    def attention_options(config, layer):
+        return replace(module.attention_options(config, layer), soft_cap=float(1 + layer))
+
+    model, config, weights = variant(attention_options=attention_options)
+    with pytest.raises(NotImplementedError, match="layer_strategy='unrolled'"):
+        hidden(model, config, weights, "cpu")
+    want = hidden(model, config, weights, "reference")
+    assert_equal_hidden(hidden(model, config, weights, "cpu", "unrolled"), want)
+
+
+def test_an_unknown_strategy_is_refused_by_name():
+    with pytest.raises(ValueError, match="layer_strategy='scan' must be one of unrolled, one_loop"):
+        kv.KVCacheSpec(1, 1, 8, 4, 4, layer_strategy="scan")
