@@ -68,6 +68,13 @@ def test_import_direction(path):
             assert LEVEL[unit(name)] <= LEVEL[me], f"{path} ({me}) imports {name} from a higher layer"
 
 
+@pytest.mark.parametrize("path", SOURCES, ids=str)
+def test_no_program_asks_what_it_runs_on(path):
+    """Kernels are chosen by name before a program is traced (`resolve`)."""
+    text = (ROOT / path).read_text()
+    assert "platform_dependent" not in text and "default_backend" not in text
+
+
 @pytest.mark.parametrize("name", ["request", "page_allocator", "scheduler"])
 def test_host_modules_know_no_jax(name):
     modules = imported_modules((ROOT / "jaxinfer" / f"{name}.py").read_text())
