@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from jaxinfer import defaults, forks, weight_forms
 from jaxinfer.device_facts import facts_of
-from jaxinfer.engine import Engine, EngineConfig, EngineStats
+from jaxinfer.engine import Engine, EngineStats
 from jaxinfer.metrics import Work
 from jaxinfer.model_source import ModelSource, find_model, given_model
 from jaxinfer.models.spec import ModelModule
@@ -162,20 +162,7 @@ class LLM:
             resolved.config,
             resolved.weights() if early else read(),
             resolved.spec,
-            EngineConfig(
-                scheduler=resolved.scheduler,
-                buckets=resolved.buckets,
-                logprobs_mode=self.options.logprobs_mode,
-                matmul_precision=resolved.matmul_precision,
-                compiler_options=resolved.compiler_options,
-                strict_compile=self.options.strict_compile,
-                background_compile=self.options.background_compile,
-                enable_prefix_caching=self.options.enable_prefix_caching,
-                cache_salt=source.name + form,
-                logits_processors=tuple(self.options.logits_processors),
-                logits_processor_args=self.options.logits_processor_args,
-                saved_programs=saved,
-            ),
+            resolved.engine_config(cache_salt=source.name + form, saved=saved),
             bad_word_ids=None if source.tokenizer is None else self._bad_word_ids,
             compile_first=early,
         )

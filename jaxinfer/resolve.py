@@ -17,6 +17,7 @@ from jaxinfer import defaults, weight_forms
 from jaxinfer import kv_cache as kv
 from jaxinfer.defaults import Choice
 from jaxinfer.device_facts import DeviceFacts
+from jaxinfer.engine import EngineConfig
 from jaxinfer.kv_cache import KVCacheSpec
 from jaxinfer.models.spec import smoothing_groups
 from jaxinfer.options import SHAPES, LLMOptions
@@ -73,6 +74,28 @@ class Resolved:
             "matmul_precision": self.matmul_precision,
         }
         return {name: getattr(self.options, name) for name in SHAPES} | settled
+
+    def engine_config(self, *, cache_salt: str = "", saved: SavedPrograms | None = None) -> EngineConfig:
+        """The part of an engine that is static beside model and cache.
+
+        Args:
+          cache_salt: names the weights: pages are shared only under the same name.
+          saved: programs that are loaded instead of compiled.
+        """
+        return EngineConfig(
+            scheduler=self.scheduler,
+            buckets=self.buckets,
+            logprobs_mode=self.options.logprobs_mode,
+            matmul_precision=self.matmul_precision,
+            compiler_options=self.compiler_options,
+            strict_compile=self.options.strict_compile,
+            background_compile=self.options.background_compile,
+            enable_prefix_caching=self.options.enable_prefix_caching,
+            cache_salt=cache_salt,
+            logits_processors=tuple(self.options.logits_processors),
+            logits_processor_args=self.options.logits_processor_args,
+            saved_programs=saved,
+        )
 
     # The programs, as the engine compiles them
 

@@ -10,17 +10,19 @@ import jax
 
 from jaxinfer import defaults
 from jaxinfer.device_facts import facts_of
-from jaxinfer.engine import Engine, EngineConfig
-from jaxinfer.kv_cache import KVCacheSpec, pages_needed
+from jaxinfer.engine import Engine
+from jaxinfer.kv_cache import pages_needed
 from jaxinfer.metrics import Recording, Work
 from jaxinfer.models import qwen3
+from jaxinfer.options import LLMOptions
 from jaxinfer.programs.buckets import Buckets
 from jaxinfer.request import Request, SamplingParams
-from jaxinfer.scheduler import SchedulerConfig
+from jaxinfer.resolve import resolve
 from jaxinfer.tools.planner.hardware import Hardware
 from jaxinfer.tools.planner.roofline import step_cost
 from jaxinfer.tools.planner.shape import ModelShape
 from jaxinfer.tools.planner.utilization import utilization
+from jaxinfer.weight_forms import ModelFacts
 
 Record = dict[str, Any]
 Emit = Callable[[Record], None]
@@ -133,31 +135,30 @@ def make_engine(
     bench: NanoBench, config: qwen3.Config, requests: list[tuple[list[int], int]], implementation: str
 ) -> Engine:
     """An engine of three programs: a prefill, and decodes of all rows with 1 and with 8 steps."""
-    device, rows = facts_of(jax.devices()[0]), bench.num_requests
-    weights = qwen3.init(config, jax.random.key(0))
-    max_model_len = 2 * bench.lengths[1]
-    page_size = defaults.page_size("auto", device.platform, max_model_len)
-    num_pages = 1 + sum(pages_needed(len(prompt) + n, page_size) for prompt, n in requests)
-    sizes = (config.num_layers, config.num_kv_heads, config.head_dim, page_size)
-    spec = KVCacheSpec(*sizes, num_pages, config.dtype, implementation)
-    budget, _ = defaults.memory_budget(device, None, 0)
-    spec = dataclasses.replace(spec, num_pages=min(num_pages, int(budget) // spec.bytes_per_page))
-    scheduler = SchedulerConfig(rows, bench.max_num_batched_tokens, max_model_len)
-    buckets = Buckets(
-        prefill=((bench.max_num_batched_tokens, rows),),
-        decode=(rows,),
-        decode_steps=scheduler.decode_steps,
-        multi_step=(rows,),
-        variants=("sample" if bench.temperature else "greedy",),
-    )
-    options = EngineConfig(
-        scheduler,
-        buckets,
-        matmul_precision=defaults.matmul_precision(None, config.dtype),
-        strict_compile=True,
+    weights, rows = qwen3.init(config, jax.random.key(0)), bench.num_requests
+    decode_steps = LLMOptions.decode_steps
+    options = LLMOptions(
+        max_model_len=2 * bench.lengths[1],
+        max_num_seqs=rows,
+        max_num_batched_tokens=bench.max_num_batched_tokens,
+        decode_steps=decode_steps,
+        implementation=implementation,  # type: ignore[arg-type]
         enable_prefix_caching=False,
+        strict_compile=True,
+        background_compile=False,
+        buckets=Buckets(
+            prefill=((bench.max_num_batched_tokens, rows),),
+            decode=(rows,),
+            decode_steps=decode_steps,
+            multi_step=(rows,),
+            variants=("sample" if bench.temperature else "greedy",),
+        ),
     )
-    return Engine(qwen3, config, weights, spec, options)
+    resolved = resolve(options, ModelFacts(qwen3, config, weights_given=True), facts_of(jax.devices()[0]))
+    spec = resolved.spec
+    num_pages = 1 + sum(pages_needed(len(prompt) + n, spec.page_size) for prompt, n in requests)
+    spec = dataclasses.replace(spec, num_pages=min(num_pages, spec.num_pages))
+    return Engine(qwen3, resolved.config, weights, spec, resolved.engine_config())
 
 
 def utilizations(engine: Engine, hardware: Hardware | None) -> Record:

@@ -14,12 +14,14 @@ from planted import make_planted, random_table
 from tiny_models import make_tiny, write_hf
 
 from jaxinfer import checkpoints, models
-from jaxinfer.engine import Engine, EngineConfig
-from jaxinfer.kv_cache import KVCacheSpec
+from jaxinfer.device_facts import facts_of
+from jaxinfer.engine import Engine
+from jaxinfer.options import LLMOptions
 from jaxinfer.programs import compile_cache
 from jaxinfer.programs.buckets import Buckets
 from jaxinfer.request import Request, SamplingParams, Sequence
-from jaxinfer.scheduler import SchedulerConfig
+from jaxinfer.resolve import resolve
+from jaxinfer.weight_forms import ModelFacts
 
 compile_cache.enable(compile_cache.default_folder())
 
@@ -29,6 +31,7 @@ BUCKETS = Buckets(
     prefill=((16, ROWS), (TOKENS, ROWS)), decode=(1, ROWS), decode_steps=STEPS, multi_step=(1, ROWS)
 )
 PLANTED_VOCAB = 64
+CPU = facts_of(jax.devices("cpu")[0])
 _programs: dict[Any, Any] = {}
 _ids = itertools.count()
 
@@ -66,29 +69,28 @@ def make_engine(
     buckets: Buckets = BUCKETS,
     **options: Any,
 ) -> Engine:
-    """A fresh engine; engines of the same model and pool share their compiled programs."""
+    """A fresh engine, as LLM would resolve it; engines of the same model and pool share their compiled programs.
+
+    options: other fields of LLMOptions.
+    """
     model, config, weights = load(name)
-    spec = KVCacheSpec(
-        config.num_layers, config.num_kv_heads, config.head_dim, PAGE_SIZE, num_pages, implementation="cpu"
+    settings = LLMOptions(
+        max_model_len=MODEL_LEN,
+        max_num_seqs=rows,
+        max_num_batched_tokens=budget,
+        max_num_partial_prefills=partial,
+        decode_steps=steps,
+        num_pages=num_pages,
+        page_size=PAGE_SIZE,
+        enable_prefix_caching=prefix_caching,
+        strict_compile=strict,
+        buckets=replace(buckets, decode_steps=steps),
+        **{"background_compile": False} | options,
     )
-    engine = Engine(
-        model,
-        config,
-        weights,
-        spec,
-        EngineConfig(
-            scheduler=SchedulerConfig(
-                rows, budget, MODEL_LEN, max_num_partial_prefills=partial, decode_steps=steps
-            ),
-            buckets=replace(buckets, decode_steps=steps),
-            matmul_precision="highest",
-            strict_compile=strict,
-            enable_prefix_caching=prefix_caching,
-            **options,
-        ),
-    )
+    resolved = resolve(settings, ModelFacts(model, config, weights_given=True), CPU)
+    engine = Engine(model, resolved.config, weights, resolved.spec, resolved.engine_config())
     if not strict and rows == ROWS and buckets is BUCKETS and not options:
-        engine.programs = _programs.setdefault((name, spec), engine.programs)
+        engine.programs = _programs.setdefault((name, resolved.spec), engine.programs)
     return engine
 
 
