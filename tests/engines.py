@@ -80,7 +80,6 @@ def make_engine(
         max_num_batched_tokens=budget,
         max_num_partial_prefills=partial,
         decode_steps=steps,
-        num_pages=num_pages,
         page_size=PAGE_SIZE,
         enable_prefix_caching=prefix_caching,
         strict_compile=strict,
@@ -88,9 +87,10 @@ def make_engine(
         **{"background_compile": False} | options,
     )
     resolved = resolve(settings, ModelFacts(model, config, weights_given=True), CPU)
-    engine = Engine(model, resolved.config, weights, resolved.spec, resolved.engine_config())
+    spec = replace(resolved.spec, num_pages=num_pages)  # LLM would refuse a pool smaller than max_model_len
+    engine = Engine(model, resolved.config, weights, spec, resolved.engine_config())
     if not strict and rows == ROWS and buckets is BUCKETS and not options:
-        engine.programs = _programs.setdefault((name, resolved.spec), engine.programs)
+        engine.programs = _programs.setdefault((name, spec), engine.programs)
     return engine
 
 
