@@ -181,7 +181,7 @@ def test_each_stage_runs_where_gguf_and_platformdirs_are_missing(stage, tmp_path
     assert lines[0]["device"] == "cpu" and set(lines[-1]["summary"]) == {"ok"}
     passed = {line["name"]: line for line in lines if line.get("result") == "ok"}
     if stage == "check":
-        assert len(passed) == 10 and all(line["twice_the_same_bits"] for line in passed.values())
+        assert len(passed) == 12 and all(line["twice_the_same_bits"] for line in passed.values())
     elif stage == "kernels":
         assert len(passed) == 3 and all(0 < line["mbu"] < 1 for line in passed.values())
     else:
