@@ -1,5 +1,6 @@
 """What is known of a device, as a value: decisions rest on it alone, so they can be made for a chip that is absent."""
 
+import contextlib
 import os
 import re
 from dataclasses import dataclass
@@ -8,6 +9,8 @@ from pathlib import Path
 import jax
 
 from jaxinfer.programs.compile_cache import features_line
+
+NO_LIMIT = 2**60  # bytes: what version 1 of cgroups says where there is no limit is more
 
 
 @dataclass(frozen=True)
@@ -55,20 +58,58 @@ def instruction_sets(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
     return frozenset(features_line(cpuinfo).partition(":")[2].split())
 
 
-def available_memory(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes of memory that this process can still use: of the host, or of its container where that is less."""
+def available_memory(
+    meminfo: Path = Path("/proc/meminfo"),
+    cgroup: Path = Path("/sys/fs/cgroup"),
+    own_cgroups: Path = Path("/proc/self/cgroup"),
+) -> int:
+    """Bytes of memory that this process can still use: of the host, or of a container or job where that is less.
+
+    Limits of cgroups hold for all below them, so each from this process's own up to the root counts: systemd and Slurm
+    set them on inner ones. Both versions are read (docs.kernel.org/admin-guide/cgroup-v2.html, cgroup-v1/memory.html).
+    """
     available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2  # macOS tells the total only
     if meminfo.is_file():
         for line in meminfo.read_text().splitlines():
             if line.startswith("MemAvailable:"):
                 available = int(line.split()[1]) * 1024
-    try:
-        limit, current = ((cgroup / f"memory.{name}").read_text().strip() for name in ("max", "current"))
-        stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
-    except OSError:  # no container, or none with cgroups of version 2
-        return available
-    if limit == "max":
-        return available
-    # Pages of files that were read count as used, and the kernel takes them back when memory is asked for.
-    used = int(current) - int(stat["inactive_file"])
-    return max(0, min(available, int(limit) - used))
+    left = [_left_in_cgroup(folder) for folder in _cgroups(cgroup, own_cgroups)]
+    return max(0, min([available, *(size for size in left if size is not None)]))
+
+
+def _cgroups(root: Path, own: Path) -> list[Path]:
+    """Folders of this process's memory cgroups and of all above them, of both versions."""
+    paths = {
+        "": "/",
+        "memory": "/",
+    }  # controller -> path; in a container it is often the root that is mounted
+    with contextlib.suppress(OSError):
+        for line in own.read_text().splitlines():  # number:controllers:path, with no controllers in version 2
+            _, controllers, path = line.split(":", 2)
+            for name in controllers.split(","):
+                if name in paths:
+                    paths[name] = path
+    folders = []
+    for controller, path in paths.items():
+        inner = root / controller / path.lstrip("/")
+        top = root / controller
+        folders += [folder for folder in (inner, *inner.parents) if folder == top or top in folder.parents]
+    return folders
+
+
+def _left_in_cgroup(folder: Path) -> int | None:
+    """Bytes up to the limit of one cgroup; None where it has none, or is not there."""
+    for limit_name, used_name, files in (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        try:
+            limit, used = ((folder / name).read_text().strip() for name in (limit_name, used_name))
+            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        except (OSError, ValueError):
+            continue
+        if limit == "max" or int(limit) >= NO_LIMIT:
+            return None
+        # Pages of files that were read count as used, and the kernel takes them back when memory is asked for.
+        return int(limit) - (int(used) - int(stat.get(files, 0)))
+    return None

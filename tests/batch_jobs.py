@@ -1,7 +1,6 @@
 """What tests of batch jobs share: a model, the engine that runs it, mixed requests, readers of outputs."""
 
 import functools
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +11,7 @@ from tiny_models import write_hf
 
 from jaxinfer.llm import LLM
 from jaxinfer.programs.buckets import Buckets
+from jaxinfer.tools.batch_runner import journal
 
 VOCAB, ROWS = 320, 4
 OPTIONS = [
@@ -51,7 +51,9 @@ def cached_llm(path: str, options: tuple[tuple[str, Any], ...]) -> LLM:
 def records(path: Path) -> list[dict]:
     data = path.read_bytes()
     assert not data or data.endswith(b"\n")
-    return [json.loads(line) for line in data.splitlines()]
+    lines = [journal.load_record(line) for line in data.splitlines(keepends=True)]
+    assert None not in lines, "a line is damaged"
+    return lines  # type: ignore[return-value]
 
 
 def by_id(path: Path) -> dict[str, dict]:

@@ -1,9 +1,13 @@
 """What holds for all tests."""
 
 import gc
+import signal
 import sys
 
 import pytest
+
+# Whoever starts the tests may ignore SIGINT (`nohup`, a shell's `&`), which children would inherit.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True, scope="module")

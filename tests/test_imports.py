@@ -30,7 +30,7 @@ LAYERS = [
     "model_source",
     "request_loop",
     "resolve llm tools.planner tools.batch_runner tools.bench tools.aot",
-    "cli tools.eval_adapter tools.ray_data",
+    "cli tools.eval_adapter tools.ray_data __main__",
 ]
 LEVEL = {name: level for level, layer in enumerate(LAYERS) for name in layer.split()}
 FOLDERS = ("jaxinfer", "pallas_kernels", "checkpoints")

@@ -53,6 +53,16 @@ Dump = Annotated[
 MaxFailures = Annotated[int | None, typer.Option(help="Stop when more lines than this have failed.", min=0)]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on, or fail if there is nothing to go on with.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Delete OUT and begin anew.")]
+# Options of the engine that decide what a finished job would have answered; `engine_facts` checks the rest.
+DECIDING = (
+    "dtype",
+    "quantize",
+    "few_rows",
+    "max_model_len",
+    "matmul_precision",
+    "logprobs_mode",
+    "implementation",
+)
 Price = Annotated[float | None, typer.Option(help="Of the machine; shows cost per million tokens.", min=0.0)]
 Exact = Annotated[
     bool, typer.Option("--exact", help="A resumed job has the same bits as one that ran through; slower.")
@@ -113,7 +123,9 @@ def run(
             input=input,
             output=output,
             model=model,
-            model_hash=model_hash(fetch.resolve(model)),
+            model_hash=model_hash(fetch.resolve(model, options.get("revision"), options.get("token"))),
+            exact=exact,
+            engine_options=tuple((name, options[name]) for name in DECIDING if name in options),
             defaults=defaults,
             seed=seed,
             prompt_column=prompt_column,
@@ -166,6 +178,8 @@ def _summarize(totals: "Totals", price_per_hour: float | None) -> None:
     metrics = totals.metrics(price_per_hour)
     before = f", {totals.num_before:,} by earlier runs" if totals.num_before else ""
     pairs = [("lines", f"{totals.num_lines:,}, {totals.num_before + totals.num_done:,} done{before}")]
+    if totals.num_damaged:
+        pairs.append(("damaged", f"{totals.num_damaged:,} lines of earlier runs, answered again"))
     for code, count in totals.failures.most_common():
         pairs.append(("failed", f"{count:,} {code}, such as {totals.examples[code]}"))
     for name, count in totals.inert.most_common():
@@ -175,10 +189,13 @@ def _summarize(totals: "Totals", price_per_hour: float | None) -> None:
             (
                 "tokens",
                 f"{totals.num_prompt_tokens:,} prompt ({totals.num_cached_tokens:,} cached) + "
-                f"{totals.num_output_tokens:,} output in {totals.seconds:,.1f} s "
-                f"({totals.compile_seconds:,.1f} s of it compiling), "
+                f"{totals.num_output_tokens:,} output in {totals.seconds:,.1f} s, "
                 f"{metrics['output_tokens_per_s']:,.1f} tok/s out",
             )
+        )
+    if totals.compile_seconds >= 1:  # sums over threads, beside which other programs run
+        pairs.append(
+            ("compiled", f"programs, which took {totals.compile_seconds:,.1f} s of all threads together")
         )
     if metrics["cost_per_million_tokens"] is not None:
         pairs.append(

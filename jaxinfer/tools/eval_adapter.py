@@ -22,6 +22,7 @@ from jaxinfer.llm import LLM
 from jaxinfer.request import SamplingParams
 from jaxinfer.text import chat, prompts
 from jaxinfer.text.tokenizer import Tokenizer
+from jaxinfer.tools.gen_kwargs import acting
 
 logger = logging.getLogger(__name__)
 
@@ -185,7 +186,9 @@ def _sampling_params(gen_kwargs: dict[str, Any], max_gen_toks: int) -> SamplingP
     elif temperature is None:
         temperature = 1.0  # transformers' default, and ours
     stop = [text for text in given.pop("until") if text]
-    return SamplingParams(temperature=temperature, stop=stop, max_tokens=given.pop("max_gen_toks"), **given)
+    return SamplingParams(
+        temperature=temperature, stop=stop, max_tokens=given.pop("max_gen_toks"), **acting(given)
+    )
 
 
 def _fit(ids: list[int], room: int) -> list[int]:

@@ -44,7 +44,9 @@ def map_batches(
         sampling fields beside. What is null counts as left out. Ids must differ; here nobody checks that.
       model: what `LLM` takes; a folder or file must be there on every node.
       defaults: of sampling fields that a row leaves out.
-      num_workers: actors, each with one engine.
+      num_workers: actors, each with one engine. Ray counts them as using no CPU where nothing else is said, so
+        that they leave room for the tasks that read and write: two actors of one CPU each on two CPUs would wait
+        for these for ever. Their engines share the CPUs.
       batch_size: rows that an actor gets at a time. Towards the end of them rows of its engine stand empty, so
         it should be several times `max_num_seqs`.
       seed: of rows that name none: a row draws from hash64(seed, custom_id), on whichever worker.
@@ -64,7 +66,7 @@ def map_batches(
         batch_size=batch_size,
         batch_format="pyarrow",
         compute=ray.data.ActorPoolStrategy(size=num_workers),
-        **(ray_options or {}),
+        **({"num_cpus": 0} | dict(ray_options or {})),
     )
 
 

@@ -372,7 +372,7 @@ def test_damage_is_done_again(batch, uninterrupted):
 
 
 def test_a_result_that_was_not_asked_for_is_refused(batch, uninterrupted):
-    foreign = b'{"custom_id": "nobody", "line": 1, "error": null}\n'
+    foreign = journal.sealed(b'{"custom_id": "nobody", "line": 1, "error": null}')
     begin(batch, uninterrupted, foreign)
     result = batch()
     assert result.exit_code == 1 and "'nobody', which is not in the input" in result.stderr
@@ -413,8 +413,9 @@ def test_files_of_others_are_left_alone(batch, one_llm):
     assert (batch.folder / "out.jsonl").read_text() == "my thesis\n"
     assert "there is nothing to resume" in batch(lines, "--resume").stderr
     assert one_llm.loads == 0
-    assert batch(lines, "--overwrite").exit_code == 0
-    assert set(by_id(batch.folder / "out.jsonl")) == {"a"}
+    result = batch(lines, "--overwrite")
+    assert result.exit_code == 1 and "is of no batch job: --overwrite leaves it alone" in result.stderr
+    assert (batch.folder / "out.jsonl").read_text() == "my thesis\n"
     assert "is used twice" in batch(lines, output="in.jsonl").stderr
 
 
@@ -449,7 +450,7 @@ def test_a_second_process_is_refused(batch, uninterrupted):
     begin(batch, uninterrupted, b"")
     with (batch.folder / "out.jsonl.lock").open("a+") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        held.write("1234\n")
+        held.write(f"{journal.LOCK_MARK}1234\n")
         held.flush()
         result = batch()
         assert result.exit_code == 1
@@ -657,8 +658,8 @@ def test_metrics(batch):
     [
         (["--shard", "3/2"], "--shard 3/2 must be i/n"),
         (["--resume", "--overwrite"], "give one of them"),
-        (["--prompt-column", "text"], "--prompt-column is for .csv and .parquet files"),
-        (["--chat"], "--chat is for .csv and .parquet files"),
+        (["--prompt-column", "text"], "--prompt-column is for tables (.csv, .tsv, .parquet)"),
+        (["--chat"], "--chat is for tables (.csv, .tsv, .parquet)"),
     ],
 )
 def test_wrong_usage(batch, one_llm, args, says):

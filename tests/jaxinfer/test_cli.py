@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -404,6 +405,20 @@ def test_ctrl_c(model):
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 130
     assert stderr.decode().splitlines() == ["Interrupted."]
+
+
+@pytest.mark.parametrize("seconds", [0.1, 0.2, 0.3, 0.6])
+def test_ctrl_c_while_the_command_is_being_imported(seconds):
+    """One line, or Python's own end before it has read a line of ours; never a traceback of imports."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "jaxinfer", "generate", "-m", "nothing", "x"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    time.sleep(seconds)
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=60)
+    assert b"jaxinfer" not in stderr or stderr.startswith(b"Error: "), stderr
 
 
 def test_a_closed_pipe_ends_it_without_a_traceback(model):

@@ -201,6 +201,38 @@ def test_the_memory_of_a_container_is_its_limit(tmp_path, limit, available):
     assert device_facts.available_memory(tmp_path / "meminfo", tmp_path / "none") == 4000 * 1024
 
 
+@pytest.mark.parametrize(
+    ("own", "folder", "version", "left"),
+    [
+        ("0::/", "", 2, 700),
+        ("0::/user.slice/job.scope", "user.slice", 2, 700),  # a limit on an outer one
+        ("0::/user.slice/job.scope", "user.slice/job.scope", 2, 700),
+        ("0::/somewhere/else", "user.slice", 2, None),  # another one's limit
+        ("4:memory:/slurm/uid_1/job_2\n3:cpu,cpuacct:/", "memory/slurm/uid_1/job_2", 1, 700),
+        ("4:cpuset,memory:/slurm/uid_1", "memory/slurm", 1, 700),
+        ("4:memory:/docker/0123", "memory", 1, 700),  # in a container its own is mounted as the root
+    ],
+)
+def test_limits_of_all_cgroups_around_a_process_count(tmp_path, own, folder, version, left):
+    """Of 1,000 bytes 400 are in use, 100 of which are files that can be read again."""
+    names = {
+        2: ("memory.max", "memory.current", "inactive_file"),
+        1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    }
+    limit, used, files = names[version]
+    (tmp_path / "meminfo").write_text("MemAvailable: 4 kB\n")
+    (tmp_path / "own").write_text(own + "\n")
+    cgroup = tmp_path / "cgroup"
+    (cgroup / folder).mkdir(parents=True)
+    (cgroup / folder / limit).write_text("1000\n")
+    (cgroup / folder / used).write_text("400\n")
+    (cgroup / folder / "memory.stat").write_text(f"{files} 100\n")
+    found = device_facts.available_memory(tmp_path / "meminfo", cgroup, tmp_path / "own")
+    assert found == (4096 if left is None else left)
+    (cgroup / folder / limit).write_text("max\n" if version == 2 else f"{2**63 - 4096}\n")
+    assert device_facts.available_memory(tmp_path / "meminfo", cgroup, tmp_path / "own") == 4096
+
+
 def test_without_a_length_of_its_own_a_small_pool_is_no_error():
     plan = checked(gpu(64 * MIB), num_pages=5, max_model_len=None)
     assert plan.max_model_len == CONFIG.max_position_embeddings

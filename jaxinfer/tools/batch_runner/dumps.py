@@ -15,6 +15,7 @@ samples: `output_offsets` i64[S + 1], and `output_results` i64[S], the result of
 
 import dataclasses
 import json
+import re
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -29,6 +30,7 @@ from jaxinfer.sampling.logprob_arrays import LogprobArrays
 from jaxinfer.tools.batch_runner.journal import load_record, replaced, sync_folder, whole_lines
 from jaxinfer.tools.batch_runner.tasks import Task
 
+MARK = ".jaxinfer-dump"  # a file in each folder that a job made
 SHARD_BYTES = 32 * 2**20  # of arrays at which a shard is written, or
 SHARD_SECONDS = 300.0  # after its first result: so much is done again after a kill
 
@@ -71,8 +73,9 @@ class Dump:
     def __init__(self, output: Path, topk: TopK) -> None:
         self._folder, self._topk = folder_of(output), topk
         self._folder.mkdir(exist_ok=True)
+        (self._folder / MARK).touch()
         sync_folder(self._folder)
-        numbers = [int(path.stem) for path in self._folder.glob("*.safetensors")]
+        numbers = [int(path.stem) for path in _shards(output)]
         self._next = max(numbers, default=-1) + 1
         self._lines: list[tuple[Task, RequestOutput]] = []
         self._bytes, self._since = 0, 0.0
@@ -153,6 +156,12 @@ def whole_shards(output: Path, results: Iterable[Path]) -> set[str]:
     return {name for name, found in seen.items() if found and all(found)}
 
 
+def is_ours(output: Path) -> bool:
+    """Says whether a job wrote the folder, so that its shards may be deleted; True where there is none."""
+    folder = folder_of(output)
+    return not folder.exists() or (folder / MARK).is_file() or (folder.is_dir() and not any(folder.iterdir()))
+
+
 def delete_other_shards(output: Path, whole: set[str]) -> None:
     for path in _shards(output):
         if f"{path.parent.name}/{path.name}" not in whole:
@@ -160,7 +169,11 @@ def delete_other_shards(output: Path, whole: set[str]) -> None:
 
 
 def _shards(output: Path) -> list[Path]:
-    return sorted(folder_of(output).glob("*.safetensors"))
+    """Lists the shards of a folder that a job has marked; what others put there has other names."""
+    folder = folder_of(output)
+    if not (folder / MARK).is_file():
+        return []
+    return sorted(path for path in folder.glob("*.safetensors") if re.fullmatch(r"\d{5,}", path.stem))
 
 
 def _num_results(path: Path) -> int:

@@ -1,68 +1,174 @@
-"""Input lines, one at a time: JSONL, CSV, Parquet. Nothing here holds more than one line or row group."""
+"""Input lines, one at a time: JSON lines, CSV, Parquet. Nothing here holds more than one line or row group."""
 
 import csv
+import gzip
 import hashlib
 import importlib.util
+import io
 import json
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, TextIO
 
 MAX_LINE_BYTES = 16 * 2**20  # a longer line is read past, not into memory
 MAX_ID_CHARS = 512
 ROWS_PER_READ = 256  # of a Parquet file
+DELIMITERS = {".csv": ",", ".tsv": "\t"}
+# How files that are no text begin -> what they are.
+MAGIC = {
+    b"PAR1": "a Parquet file: give it the suffix .parquet",
+    b"PK\x03\x04": "a zip archive or a spreadsheet: save it as JSON lines, CSV or Parquet",
+    b"\x28\xb5\x2f\xfd": "compressed with zstd: decompress it first",
+    b"BZh": "compressed with bzip2: decompress it first",
+    b"\xfd7zXZ": "compressed with xz: decompress it first",
+    b"ARROW1": "an Arrow file: save it as Parquet",
+    b"SQLite format 3": "a database: save a table of it as CSV",
+    b"\xff\xfe": "UTF-16 text: write it as UTF-8 (iconv -f UTF-16 -t UTF-8)",
+    b"\xfe\xff": "UTF-16 text: write it as UTF-8 (iconv -f UTF-16 -t UTF-8)",
+}
+GZIP = b"\x1f\x8b"
 
 
 class BadLine(ValueError):
     """What is wrong with one line of the input: `code` for counting, the message for reading."""
 
-    def __init__(self, code: str, message: str) -> None:
+    def __init__(self, code: str, message: str, custom_id: str | None = None) -> None:
         super().__init__(message)
-        self.code = code
+        self.code, self.custom_id = code, custom_id
 
 
 Value = Mapping[str, Any] | BadLine
 
 
-def read(path: Path, prompt_column: str | None, as_chat: bool = False) -> Iterator[tuple[int, Value]]:
-    """(line number from 1, JSON object or what is wrong with it) of each line, or row of a table.
+def check_path(path: Path) -> None:
+    """Raises ValueError unless `path` is a file that can be read twice, or a folder of Parquet files."""
+    if path == Path("-") and not path.exists():
+        raise ValueError("a job reads its input twice, which standard input cannot be; write it to a file")
+    if path.is_dir() and _part_files(path):
+        return
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder without .parquet files; give one file of requests")
+    if not path.exists():
+        raise ValueError(f"there is no file {path}")
+    if not path.is_file():
+        raise ValueError(f"{path} is a pipe or device: a job reads its input twice; write it to a file")
 
-    Rows of .csv and .parquet files become {"prompt": ...}, or {"messages": ...} where the column holds lists of
-    objects or `as_chat` makes one message of each text; with "custom_id" if there is such a column.
+
+def read(path: Path, prompt_column: str | None, as_chat: bool = False) -> Iterator[tuple[int, Value]]:
+    """Reads (line number from 1, JSON object or what is wrong with it) of each line, or row of a table.
+
+    Rows of tables (.csv, .tsv, .parquet, or a folder of Parquet files) become {"prompt": ...}, or {"messages": ...}
+    where the column holds lists of objects or `as_chat` makes one message of each text; with "custom_id" if there is
+    such a column. Text files may be compressed with gzip.
 
     Raises:
       ValueError: the file cannot be read as a whole; the message says what to do.
     """
-    if path.suffix in (".csv", ".parquet"):
-        if prompt_column is None:
-            raise ValueError(f"{path} is a table; name the column of prompts with --prompt-column")
-        rows = _csv_rows(path, prompt_column) if path.suffix == ".csv" else _parquet_rows(path, prompt_column)
-        for number, row in enumerate(rows, 1):
-            yield number, _table_value(row, prompt_column, as_chat)
-    elif prompt_column is not None or as_chat:
-        option = "--chat" if prompt_column is None else "--prompt-column"
-        raise ValueError(f"{option} is for .csv and .parquet files; {path} is read as JSON lines")
-    else:
-        for number, raw in _raw_lines(path):
-            yield number, decode(raw, first=number == 1)
+    kind = _kind(path)
+    if kind == ".jsonl":
+        if prompt_column is not None or as_chat:
+            option = "--chat" if prompt_column is None else "--prompt-column"
+            raise ValueError(f"{option} is for tables (.csv, .tsv, .parquet); {path} is read as JSON lines")
+        with _opened(path) as file:
+            for number, raw in _raw_lines(file):
+                yield number, decode(raw, first=number == 1)
+        return
+    if prompt_column is None:
+        raise ValueError(f"{path} is a table; name the column of prompts with --prompt-column")
+    rows = _parquet_rows(path, prompt_column) if kind == ".parquet" else _csv_rows(path, prompt_column, kind)
+    for number, row in enumerate(rows, 1):
+        yield number, row if isinstance(row, BadLine) else _table_value(row, prompt_column, as_chat)
+
+
+def _kind(path: Path) -> str:
+    """Finds what a file is: ".csv", ".tsv", ".parquet" or ".jsonl", by its suffix, and that it begins like that.
+
+    Raises ValueError if it is of a kind that is not read, with what to do.
+    """
+    if path.is_dir():
+        return ".parquet"
+    suffixes = [suffix.lower() for suffix in path.suffixes[-2:]]
+    if suffixes[-1:] == [".parquet"]:
+        return ".parquet"
+    if suffixes[-1:] == [".gz"]:
+        suffixes.pop()
+    kind = suffixes[-1] if suffixes and suffixes[-1] in DELIMITERS else ".jsonl"
+    try:
+        with _opened(path) as file:
+            first = file.readline(MAX_LINE_BYTES).removeprefix(b"\xef\xbb\xbf")
+    except (OSError, EOFError, zlib.error) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+    for magic, what in MAGIC.items():
+        if first.startswith(magic):
+            raise ValueError(f"{path} is {what}")
+    if kind == ".jsonl":
+        _check_json_lines(path, first.strip())
+    return kind
+
+
+def _check_json_lines(path: Path, first: bytes) -> None:
+    """Raises ValueError if the first line says that the file is one JSON value over several lines."""
+    if first == b"{":
+        raise ValueError(
+            f"{path} is one JSON object over several lines; write each request on one line (jq -c .)"
+        )
+    if first.startswith(b"["):
+        try:
+            value = json.loads(first)
+        except (ValueError, RecursionError):
+            value = None  # it goes on in the next line
+        if value is None or (isinstance(value, list) and any(isinstance(item, dict) for item in value)):
+            raise ValueError(
+                f"{path} is one JSON array; write each of its objects on a line of its own (jq -c '.[]')"
+            )
+
+
+def _opened(path: Path) -> BinaryIO:
+    """Opens a text file for reading bytes, decompressed if it is a gzip file."""
+    with path.open("rb") as file:
+        is_gzip = file.read(len(GZIP)) == GZIP
+    return gzip.open(path, "rb") if is_gzip else path.open("rb")  # type: ignore[return-value]
+
+
+def _part_files(folder: Path) -> list[Path]:
+    """Lists the files of a table that Spark or pandas wrote as a folder; names that begin with _ or . are none."""
+    files = sorted(path for path in folder.rglob("*.parquet") if path.is_file())
+    return [file for file in files if not file.name.startswith(("_", "."))]
 
 
 def key_of(value: Value, number: int) -> str:
     """What a line is known by: its custom_id, or its number where it has none that can be used."""
-    custom_id = None if isinstance(value, BadLine) else value.get("custom_id")
-    usable = isinstance(custom_id, str) and 0 < len(custom_id) <= MAX_ID_CHARS
-    return custom_id if usable else f"line-{number}"  # type: ignore[return-value]
+    custom_id = value.custom_id if isinstance(value, BadLine) else value.get("custom_id")
+    if isinstance(custom_id, str) and 0 < len(custom_id) <= MAX_ID_CHARS and _is_utf8(custom_id):
+        return custom_id
+    return f"line-{number}"
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    """Hashes the bytes of a file, or the names and bytes of a folder's Parquet files."""
+    digest = hashlib.sha256()
+    for part in _part_files(path) if path.is_dir() else [path]:
+        if part != path:
+            digest.update(f"{part.relative_to(path)} {part.stat().st_size}\n".encode())
+        with part.open("rb") as file:
+            while block := file.read(2**20):
+                digest.update(block)
+    return digest.hexdigest()
 
 
-def _raw_lines(path: Path) -> Iterator[tuple[int, bytes | None]]:
-    """(number, bytes) of each line; None for one over MAX_LINE_BYTES. Only LF and CRLF end a line."""
-    with path.open("rb") as file:
-        number = 0
+def _raw_lines(file: BinaryIO) -> Iterator[tuple[int, bytes | None]]:
+    """Reads (number, bytes) of each line; None for one over MAX_LINE_BYTES. Only LF and CRLF end a line."""
+    number = 0
+    try:
         while raw := file.readline(MAX_LINE_BYTES + 1):
             number += 1
             if len(raw) > MAX_LINE_BYTES:
@@ -71,6 +177,8 @@ def _raw_lines(path: Path) -> Iterator[tuple[int, bytes | None]]:
                 yield number, None
             else:
                 yield number, raw
+    except (OSError, EOFError, zlib.error) as error:
+        raise ValueError(f"the input cannot be read after line {number}: {error}") from None
 
 
 def decode(raw: bytes | None, *, first: bool = False) -> Value:
@@ -101,15 +209,42 @@ def decode(raw: bytes | None, *, first: bool = False) -> Value:
     return value
 
 
-def _csv_rows(path: Path, prompt_column: str) -> Iterator[dict[str, Any]]:
+def _csv_rows(path: Path, prompt_column: str, kind: str) -> Iterator[dict[str, Any] | BadLine]:
+    """Reads the rows of a table of text; a row with too few or too many fields is a BadLine that keeps its id.
+
+    Raises ValueError where the quotes of the file are wrong, with the line of the file: rows cannot be told apart then.
+    """
     csv.field_size_limit(MAX_LINE_BYTES)
-    with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
-        reader = csv.DictReader(file)
-        _check_column(path, prompt_column, reader.fieldnames or [])
+    with _text(path) as file:
+        reader = csv.reader(file, delimiter=DELIMITERS[kind], strict=True)
+        begin = 1
         try:
-            yield from reader
+            names = next(reader, [])
+            _check_column(path, prompt_column, names)
+            begin = reader.line_num + 1
+            for fields in reader:
+                if fields:  # no empty line
+                    yield _csv_row(names, fields, begin)
+                begin = reader.line_num + 1
         except csv.Error as error:
-            raise ValueError(f"{path} is not CSV: {error} at line {reader.line_num}") from None
+            raise ValueError(f"{path} is not CSV: {error}, in the row that begins on line {begin}") from None
+        except (OSError, EOFError, zlib.error) as error:
+            raise ValueError(f"{path} cannot be read after line {begin}: {error}") from None
+
+
+def _text(path: Path) -> TextIO:
+    return io.TextIOWrapper(_opened(path), encoding="utf-8-sig", errors="surrogateescape", newline="")
+
+
+def _csv_row(names: list[str], fields: list[str], line: int) -> dict[str, Any] | BadLine:
+    row = dict(zip(names, fields, strict=False))
+    if len(fields) == len(names):
+        return row
+    return BadLine(
+        "invalid_row",
+        f"the row on line {line} of the file has {len(fields)} fields, and the header {len(names)}",
+        row.get("custom_id"),
+    )
 
 
 def _parquet_rows(path: Path, prompt_column: str) -> Iterator[dict[str, Any]]:
@@ -118,16 +253,16 @@ def _parquet_rows(path: Path, prompt_column: str) -> Iterator[dict[str, Any]]:
     import pyarrow
     import pyarrow.parquet
 
-    try:
-        file = pyarrow.parquet.ParquetFile(path)
-    except pyarrow.ArrowInvalid as error:
-        raise ValueError(f"{path} is not a Parquet file: {error}") from None
-    with file:
-        names = file.schema_arrow.names
-        _check_column(path, prompt_column, names)
-        columns = [name for name in (prompt_column, "custom_id") if name in names]
-        for batch in file.iter_batches(batch_size=ROWS_PER_READ, columns=columns):
-            yield from batch.to_pylist()
+    for part in _part_files(path) if path.is_dir() else [path]:
+        try:
+            with pyarrow.parquet.ParquetFile(part) as file:
+                names = file.schema_arrow.names
+                _check_column(part, prompt_column, names)
+                columns = [name for name in (prompt_column, "custom_id") if name in names]
+                for batch in file.iter_batches(batch_size=ROWS_PER_READ, columns=columns):
+                    yield from batch.to_pylist()
+        except (pyarrow.ArrowException, OSError) as error:
+            raise ValueError(f"{part} is not a Parquet file, or damaged: {error}") from None
 
 
 def _check_column(path: Path, prompt_column: str, names: Any) -> None:
@@ -146,7 +281,8 @@ def _table_value(row: Mapping[str, Any], prompt_column: str, as_chat: bool) -> V
     try:
         json.dumps(value, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError:
-        return BadLine("invalid_utf8", "the row is not UTF-8")
+        return BadLine("invalid_utf8", "the row is not UTF-8", value.get("custom_id"))
     except TypeError:
-        return BadLine("invalid_value", f"the prompt is a {type(prompt).__name__}, not text, ids or messages")
+        what = f"the prompt is a {type(prompt).__name__}, not text, ids or messages"
+        return BadLine("invalid_value", what, value.get("custom_id"))
     return value

@@ -6,14 +6,23 @@ import json
 import os
 import sqlite3
 import threading
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TextIO
 
 from jaxinfer.tools.batch_runner.index import Index, temporary_database
 
 SYNC_LINES = 256  # at most so many lines, and
 SYNC_SECONDS = 0.5  # what was written in this time (the sync itself takes more) are lost to a power cut
+
+LOCK_MARK = (
+    "jaxinfer batch, process "  # what a lock file begins with: other files of that name are left alone
+)
+SEAL_NAME = b', "checksum": "'
+SEAL = SEAL_NAME + b'%08x"'  # the last field of each line
+SEAL_BYTES = len(SEAL % 0)
+MAX_SHOWN_LINE = 2**24  # of a file that may be anybody's
 
 
 class JournalError(RuntimeError):
@@ -29,6 +38,11 @@ class Journal:
             self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         except OSError as error:
             raise JournalError(f"cannot write {path}: {error.strerror}") from None
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # for as long as it is written
+        except OSError as error:
+            os.close(self._fd)
+            raise JournalError(f"cannot write {path}: another process writes it ({error.strerror})") from None
         sync_folder(path)
         self._size = os.fstat(self._fd).st_size
         self._num_unsynced = 0
@@ -111,35 +125,66 @@ def whole_lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
         offset += len(line)
 
 
+def sealed(text: bytes) -> bytes:
+    """Writes a CRC-32 of the JSON object `text` into its last field, "checksum", and ends the line."""
+    return text[:-1] + SEAL % zlib.crc32(text) + b"}\n"
+
+
 def load_record(line: bytes) -> dict[str, Any] | None:
-    """A line of an output file, None if it is damaged."""
-    try:
-        record = json.loads(line)
-    except ValueError:
+    """Reads a line of an output file; None if it is damaged, or was not written by a batch job."""
+    text, seal = line[: -SEAL_BYTES - 2] + b"}", line[-SEAL_BYTES - 2 : -2]
+    if seal != SEAL % zlib.crc32(text):
         return None
-    is_record = isinstance(record, dict) and "error" in record and isinstance(record.get("custom_id"), str)
-    return record if is_record else None
+    try:
+        record = json.loads(text)
+        is_record = isinstance(record["custom_id"].encode(), bytes) and "error" in record
+        is_line = type(record["line"]) is int and 0 < record["line"] < 2**63
+    # What somebody wrote by hand may be anything, and be sealed: no object, half a surrogate, nested too deeply.
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None
+    return record if is_record and is_line else None
+
+
+def is_ours(path: Path) -> bool:
+    """Says whether a file may be deleted: it is not there, empty, or a batch job wrote its first line."""
+    if not path.exists():
+        return True
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        first = file.readline(MAX_SHOWN_LINE)
+    return not first or load_record(first) is not None or SEAL_NAME in first
 
 
 def recover(
     path: Path, index: Index, is_whole: Callable[[dict[str, Any]], bool] = lambda record: True
-) -> int:
-    """Makes the output of an interrupted job ready to go on; returns how many results it holds.
+) -> tuple[int, int]:
+    """Makes the output of an interrupted job ready to go on.
 
     Keeps the first good result of each id, and notes in `index` where it stands. Everything else is to be
     done again and is taken out: failures, damaged lines, a torn last one, and results of which `is_whole` says
-    that a part is missing elsewhere. Raises JournalError if there is a result for an id that the job does not have.
+    that a part is missing elsewhere.
+
+    Returns:
+      (results, damaged lines).
+
+    Raises:
+      JournalError: there is a result for an id that the job does not have.
     """
     if not path.exists():
-        return 0
-    num_done = num_dropped = end = 0
+        return 0, 0
+    num_done = num_dropped = num_damaged = end = 0
     with path.open("rb") as file:
         for offset, line in whole_lines(file):
             end = offset + len(line)
             record = load_record(line)
+            num_damaged += record is None
             key = record and record["error"] is None and record["custom_id"]
             if key and key not in index:
-                raise JournalError(f"{path} has a result for {key!r}, which is not in the input")
+                raise JournalError(
+                    f"{path} has a result for {key!r}, which is not in the input: it is of another job, or lines of "
+                    "others were added; take that line out, choose another output, or begin anew with --overwrite"
+                )
             if key and record and is_whole(record) and index.claim(key, offset):
                 num_done += 1
             else:
@@ -152,13 +197,13 @@ def recover(
                     new.write(line)
     elif end < path.stat().st_size:
         os.truncate(path, end)
-    return num_done
+    return num_done, num_damaged
 
 
 @contextlib.contextmanager
 def replaced(path: Path) -> Iterator[BinaryIO]:
     """A new file that takes the place of `path` at the end of the block, at once and whole, or not at all."""
-    new = path.with_name(path.name + ".new")
+    new = path.with_name(f"{path.name}.jaxinfer-new")  # nobody else's name
     try:
         with new.open("wb") as file:
             yield file
@@ -182,30 +227,64 @@ def sync_folder(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
+def locked(path: Path) -> Iterator[Callable[[], None]]:
     """Holds the output file `path` against other processes; the lock ends with the process, however it ends.
 
-    Raises JournalError if another process holds it.
+    Yields:
+      a function that raises JournalError if the lock file was deleted or replaced meanwhile.
+
+    Raises:
+      JournalError: another process holds it, or a file that is no lock of ours has the name of the lock.
     """
-    name = path.with_name(path.name + ".lock")
+    name = lock_path(path)
     try:
         file = name.open("a+")
     except OSError as error:
         raise JournalError(f"cannot write {name}: {error.strerror}") from None
     with file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            raise JournalError(f"process {file.read().strip() or '?'} is writing {path} now") from None
+            _take_lock(file, name, path)
         except OSError as error:
-            raise JournalError(
-                f"cannot lock {name}: {error.strerror}; write to a disk that has locks"
-            ) from None
-        file.truncate(0)
-        file.write(f"{os.getpid()}\n")
-        file.flush()
-        yield
+            raise JournalError(f"cannot write {name}: {error.strerror}") from None
+        yield lambda: _check_lock(file, name, path)
+
+
+def lock_path(output: Path) -> Path:
+    return output.with_name(output.name + ".lock")
+
+
+def _take_lock(file: TextIO, name: Path, path: Path) -> None:
+    file.seek(0)
+    holder = file.read(MAX_SHOWN_LINE)
+    if holder and not holder.startswith(LOCK_MARK):
+        raise JournalError(
+            f"{name} is no lock of a batch job, and would be overwritten; choose another output"
+        )
+    process = holder.removeprefix(LOCK_MARK).strip() or "?"
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if path.exists():  # the job that writes it holds it too, should its lock file have been deleted
+            with path.open("rb") as output:
+                fcntl.flock(output, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise JournalError(f"process {process} is writing {path} now") from None
+    except OSError as error:
+        raise JournalError(f"cannot lock {name}: {error.strerror}; write to a disk that has locks") from None
+    _check_lock(file, name, path)
+    file.truncate(0)
+    file.write(f"{LOCK_MARK}{os.getpid()}\n")
+    file.flush()
+
+
+def _check_lock(file: TextIO, name: Path, path: Path) -> None:
+    try:
+        same = os.path.samestat(os.fstat(file.fileno()), name.stat())
+    except FileNotFoundError:
+        same = False
+    if not same:
+        raise JournalError(
+            f"{name} was deleted while this job held it; another may write {path}: run it again"
+        )
 
 
 def sort_by_line(sources: list[Path], target: Path) -> int:

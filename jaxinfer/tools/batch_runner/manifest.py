@@ -15,7 +15,10 @@ from jaxinfer.tools.batch_runner.journal import JournalError, replaced
 if TYPE_CHECKING:
     from jaxinfer.llm import LLM
 
-FORMAT = 1
+FORMAT = 2
+_BEGIN = b'{\n  "written_by": "jaxinfer batch",'  # of each manifest
+_KINDS: dict[str, Any] = {"asked": dict, "engine": (dict, type(None)), "created": int, "finished": bool}
+_WAYS_OUT = "choose another output, or begin anew with --overwrite after looking at it"
 SHOWN = 4  # differences that a message lists
 SAMPLES, SAMPLE_BYTES = 64, 65536  # of each file of a model
 
@@ -30,17 +33,32 @@ def load(output: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
     try:
-        found = json.loads(path.read_bytes())
-    except ValueError:
-        raise JournalError(f"{path} is damaged; delete it and {output}, or choose another output") from None
-    if found.get("format") != FORMAT:
+        content = json.loads(path.read_bytes())
+    except (ValueError, RecursionError):
+        content = None
+    if not isinstance(content, dict) or "format" not in content:
+        raise JournalError(f"{path} is no manifest, or damaged; {_WAYS_OUT}")
+    if content["format"] != FORMAT:
         raise JournalError(f"{path} was written by another version of jaxinfer; use that, or --overwrite")
-    return found
+    for name, kind in _KINDS.items():
+        if not isinstance(content.get(name), kind):
+            raise JournalError(f"{path} is damaged: its field {name!r} is missing or wrong; {_WAYS_OUT}")
+    return content
+
+
+def is_ours(output: Path) -> bool:
+    """Says whether the manifest may be overwritten or deleted: it is not there, or `save` wrote it."""
+    path = path_of(output)
+    if not path.exists():
+        return True
+    with path.open("rb") as file:
+        return file.read(len(_BEGIN)) == _BEGIN
 
 
 def save(output: Path, manifest: Mapping[str, Any]) -> None:
     with replaced(path_of(output)) as file:
-        file.write(json.dumps({"format": FORMAT} | dict(manifest), indent=2).encode() + b"\n")
+        content = {"written_by": "jaxinfer batch", "format": FORMAT} | dict(manifest)
+        file.write(json.dumps(content, indent=2).encode() + b"\n")
 
 
 def versions() -> dict[str, str]:

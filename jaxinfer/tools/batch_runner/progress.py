@@ -22,6 +22,7 @@ class Totals:
 
     num_lines: int = 0  # of the input (of its shard)
     num_before: int = 0  # done by earlier runs
+    num_damaged: int = 0  # lines of the output that were damaged, and are answered again
     num_done: int = 0  # by this run
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
@@ -58,6 +59,7 @@ class Totals:
         return {
             "lines": self.num_lines,
             "done_before": self.num_before,
+            "damaged_before": self.num_damaged,
             "done": self.num_done,
             "failed": self.num_failed,
             "left": self.num_left,

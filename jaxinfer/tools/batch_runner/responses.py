@@ -6,14 +6,15 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from jaxinfer.request import CompletionOutput, Logprob, RequestOutput, SamplingParams, hash64
+from jaxinfer.request import CompletionOutput, Logprob, RequestOutput, SamplingParams
 from jaxinfer.text.tokenizer import Tokenizer
-from jaxinfer.tools.batch_runner.tasks import CHAT, LOGLIKELIHOOD, Task
+from jaxinfer.tools.batch_runner.journal import sealed
+from jaxinfer.tools.batch_runner.tasks import CHAT, LOGLIKELIHOOD, Task, hash64
 
 
 def line_of(record: Mapping[str, Any]) -> bytes:
-    """A record as one line of the output file."""
-    return json.dumps(record, ensure_ascii=False, allow_nan=False).encode("utf-8") + b"\n"
+    """A record as one line of the output file, with a checksum of itself."""
+    return sealed(json.dumps(record, ensure_ascii=False, allow_nan=False).encode("utf-8"))
 
 
 def failure(custom_id: str, line: int, code: str, message: str) -> dict[str, Any]:

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from jaxinfer.llm import LLM
     from jaxinfer.tools.batch_runner.runner import Job
 
+MAX_MESSAGE = 500  # characters of what is said of a failed line
+
 
 class Results:
     def __init__(self, job: "Job", llm: "LLM", totals: Totals, created: int, first_left: int) -> None:
@@ -50,6 +52,7 @@ class Results:
 
     def fail(self, line: int, key: str, code: str, message: str) -> None:
         """Raises JournalError if the job has too many failures."""
+        message = message if len(message) <= MAX_MESSAGE else message[:MAX_MESSAGE] + "..."
         record = responses.line_of(responses.failure(key, line, code, message))
         if self._errors is not None:
             self._errors.append(record)

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import time
@@ -14,7 +15,14 @@ from jaxinfer.request import SamplingParams, TopK, hash64
 from jaxinfer.tools.batch_runner import dumps, inputs, manifest
 from jaxinfer.tools.batch_runner.index import Index
 from jaxinfer.tools.batch_runner.inputs import BadLine, Value
-from jaxinfer.tools.batch_runner.journal import JournalError, locked, recover, sort_by_line
+from jaxinfer.tools.batch_runner.journal import (
+    JournalError,
+    is_ours,
+    lock_path,
+    locked,
+    recover,
+    sort_by_line,
+)
 from jaxinfer.tools.batch_runner.ordered import END, absorb, early_path, last_in_order
 from jaxinfer.tools.batch_runner.progress import Progress, Totals
 from jaxinfer.tools.batch_runner.results import Results
@@ -33,6 +41,10 @@ class Job:
     model: str  # as the user named it; written into the answers
     model_hash: str
     defaults: SamplingParams  # of sampling fields that a line leaves out
+    exact: bool = False  # results of a resumed job have the bits of one that ran through
+    engine_options: tuple[
+        tuple[str, Any], ...
+    ] = ()  # options of the LLM that decide results, as they were given
     seed: int = 0  # of lines that name none: a line draws from hash64(seed, custom_id)
     prompt_column: str | None = None  # of a table
     as_chat: bool = False  # each text of it is a message to answer
@@ -66,16 +78,19 @@ def run(
     if job.output.is_symlink():  # files are replaced, which would put a link to another disk out of use
         job = dataclasses.replace(job, output=job.output.resolve())
     _check_paths(job)
-    with locked(job.output):
+    with locked(job.output) as check_lock:
         asked = _asked(job)
         begun = _begin(job, asked) or {"asked": asked, "engine": None, "created": int(time.time())}
         index = Index()
         totals.num_lines = _survey(job, index)
-        totals.num_before = _recover(job, index)
-        if job.errors is not None:
-            job.errors.unlink(missing_ok=True)  # whatever failed is done again
+        totals.num_before, totals.num_damaged = _recover(job, index)
+        if job.errors is not None:  # whatever failed is done again
+            if not is_ours(job.errors):
+                raise JournalError(f"{job.errors} is of no batch job; choose another file for --errors")
+            job.errors.unlink(missing_ok=True)
         if totals.num_left and not interrupted():
             with open_llm() as llm:
+                check_lock()  # loading takes a while
                 _check_dump(job, llm)
                 facts = manifest.engine_facts(llm)
                 if begun["engine"] is not None:
@@ -92,16 +107,35 @@ def run(
 
 
 def _check_paths(job: Job) -> None:
-    if not job.input.is_file():
-        raise ValueError(f"there is no file {job.input}")
+    inputs.check_path(job.input)
     if not job.output.parent.is_dir():
         raise ValueError(f"there is no folder {job.output.parent} for the output")
     for path in (job.output, job.errors):
         if path is not None and path.exists() and not (path.is_file() and os.access(path, os.W_OK)):
             raise ValueError(f"cannot write {path}: it is no file, or may not be changed")
-    paths = [path.resolve() for path in (job.input, job.output, job.errors) if path is not None]
-    if len(set(paths)) < len(paths):
-        raise ValueError(f"input, output and errors must be different files; {job.output} is used twice")
+    names = {"the input": job.input, "the output": job.output, "the errors": job.errors}
+    places = {what: path for what, path in names.items() if path is not None} | {
+        f"a file of the job, {path}": path for path in _own_files(job.output)
+    }
+    for (what, path), (other_what, other) in itertools.combinations(places.items(), 2):
+        if _is_same(path, other):
+            raise ValueError(f"{what} and {other_what} must be different files; {path} is used twice")
+    folder = dumps.folder_of(job.output).resolve()
+    for what, path in names.items():
+        if path is not None and folder in path.resolve().parents:
+            raise ValueError(f"{what} {path} lies in {folder}, where the job writes its dump; move it")
+
+
+def _own_files(output: Path) -> list[Path]:
+    """Lists what a job writes beside its output, and deletes."""
+    return [manifest.path_of(output), early_path(output), lock_path(output), dumps.folder_of(output)]
+
+
+def _is_same(path: Path, other: Path) -> bool:
+    """Says whether two paths are one file, through links of either kind."""
+    if path.resolve() == other.resolve():
+        return True
+    return path.exists() and other.exists() and path.samefile(other)
 
 
 def _asked(job: Job) -> dict[str, Any]:
@@ -114,6 +148,8 @@ def _asked(job: Job) -> dict[str, Any]:
         "errors": None if job.errors is None else job.errors.name,
         "model": job.model,
         "model_hash": job.model_hash,
+        "exact": job.exact,
+        "engine_options": dict(job.engine_options),
         "sampling": dataclasses.asdict(job.defaults),
         "seed": job.seed,
         "dump": None if job.dump is None else job.dump._asdict(),
@@ -126,9 +162,7 @@ def _begin(job: Job, asked: dict[str, Any]) -> dict[str, Any] | None:
     """The manifest of the job that goes on, None if it begins now."""
     outputs = [path for path in (job.output, job.errors) if path is not None]
     if job.overwrite:
-        for path in (*outputs, manifest.path_of(job.output), early_path(job.output)):
-            path.unlink(missing_ok=True)
-        dumps.delete_other_shards(job.output, set())
+        _delete(job, outputs)
         return None
     begun = manifest.load(job.output)
     if begun is not None:
@@ -138,25 +172,52 @@ def _begin(job: Job, asked: dict[str, Any]) -> dict[str, Any] | None:
         raise JournalError(f"there is nothing to resume: {manifest.path_of(job.output)} does not exist")
     for path in outputs:
         if path.exists() and path.stat().st_size:
-            raise JournalError(f"{path} exists and is of no batch job; choose another output, or --overwrite")
+            raise JournalError(f"{path} exists and is of no batch job; choose another output, or delete it")
     for path in (early_path(job.output), dumps.folder_of(job.output)):
         if path.exists():
             raise JournalError(f"{path} is left of another job; choose another output, or --overwrite")
     return None
 
 
-def _recover(job: Job, index: Index) -> int:
-    """Makes the files of an interrupted job ready to go on; returns how many results they hold."""
+def _delete(job: Job, outputs: list[Path]) -> None:
+    """Deletes what an earlier job left, once all of it is known to be that. Raises JournalError if it is not."""
+    is_begun = manifest.path_of(job.output).exists() and manifest.is_ours(job.output)
+    for path in (*outputs, early_path(job.output)):
+        if not (is_ours(path) or (is_begun and path == job.output and path.is_file())):
+            raise JournalError(
+                f"{path} is of no batch job: --overwrite leaves it alone; choose another output"
+            )
+    for path, ours in (
+        (manifest.path_of(job.output), manifest.is_ours(job.output)),
+        (dumps.folder_of(job.output), dumps.is_ours(job.output)),
+    ):
+        if not ours:
+            raise JournalError(
+                f"{path} is of no batch job: --overwrite leaves it alone; choose another output"
+            )
+    for path in (*outputs, manifest.path_of(job.output), early_path(job.output)):
+        path.unlink(missing_ok=True)
+    dumps.delete_other_shards(job.output, set())
+
+
+def _recover(job: Job, index: Index) -> tuple[int, int]:
+    """Makes the files of an interrupted job ready to go on.
+
+    Returns:
+      (results that they hold, lines that were damaged and are answered again).
+    """
     if job.dump is None:
-        return recover(job.output, index) + absorb(job.output, index)
+        num_done, num_damaged = recover(job.output, index)
+        return num_done + absorb(job.output, index), num_damaged
     whole = dumps.whole_shards(job.output, (job.output, early_path(job.output)))
 
     def is_whole(record: dict[str, Any]) -> bool:
         return record.get("dump", {}).get("file") in whole
 
-    count = recover(job.output, index, is_whole) + absorb(job.output, index, is_whole)
+    num_done, num_damaged = recover(job.output, index, is_whole)
+    num_done += absorb(job.output, index, is_whole)
     dumps.delete_other_shards(job.output, whole)
-    return count
+    return num_done, num_damaged
 
 
 def _survey(job: Job, index: Index) -> int:

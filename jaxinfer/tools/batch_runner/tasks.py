@@ -1,11 +1,13 @@
 """One line of the input as a request: OpenAI's batch form, or the body of it alone."""
 
 import dataclasses
+import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jaxinfer.request import UNSUPPORTED_FIELDS, SamplingParams, hash64
+from jaxinfer.request import UNSUPPORTED_FIELDS, SamplingParams
 from jaxinfer.tools.batch_runner.inputs import MAX_ID_CHARS, BadLine, Value, key_of
 
 CHAT, COMPLETIONS, LOGLIKELIHOOD = "/v1/chat/completions", "/v1/completions", "/v1/loglikelihood"
@@ -22,8 +24,39 @@ INERT = {
     "safety_identifier",
     "prompt_cache_key",
 }
+# Fields of OpenAI's and vLLM's requests that do not act here -> values of them that ask for nothing.
+DEFAULTS: dict[str, tuple[Any, ...]] = {
+    "audio": (),
+    "best_of": (1,),
+    "early_stopping": (False,),
+    "function_call": ("auto", "none"),
+    "functions": ([],),
+    "guided_choice": (),
+    "guided_decoding": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "length_penalty": (1,),
+    "modalities": (["text"],),
+    "moderation": (),
+    "parallel_tool_calls": (True, False),
+    "prediction": (),
+    "reasoning": (),
+    "reasoning_effort": (),
+    "response_format": ({"type": "text"},),
+    "spaces_between_special_tokens": (True,),
+    "structured_outputs": (),
+    "suffix": ("",),
+    "tool_choice": ("auto",),
+    "use_beam_search": (False,),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+}
 TEMPLATE_OPTIONS = {"tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"}
 SAMPLING_FIELDS = {field.name for field in dataclasses.fields(SamplingParams)}
+INTEGER_FIELDS = {
+    "n", "top_k", "seed", "min_tokens", "max_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens",
+}  # fmt: skip
 FIELDS = {
     CHAT: {"messages", "max_completion_tokens", "top_logprobs", "return_token_ids"}
     | TEMPLATE_OPTIONS
@@ -52,6 +85,11 @@ class Task:
     inert: tuple[str, ...]  # fields that were accepted and do nothing
 
 
+def hash64(seed: int, custom_id: str) -> int:
+    """The seed of a line that names none: 64 bits that depend on the job's seed and the line's id alone."""
+    return int.from_bytes(hashlib.blake2b(f"{seed} {custom_id}".encode(), digest_size=8).digest())
+
+
 def parse(value: Value, line: int, defaults: SamplingParams, seed: int) -> Task:
     """A line of the input, with `defaults` for the sampling fields that it leaves out.
 
@@ -60,12 +98,15 @@ def parse(value: Value, line: int, defaults: SamplingParams, seed: int) -> Task:
     if isinstance(value, BadLine):
         raise value
     url, body = _unwrap(value)
-    for name in body:
+    asks_nothing = {name for name in DEFAULTS.keys() & body.keys() if _is_default(name, body)}
+    for name in body.keys() - asks_nothing:
         if name in UNSUPPORTED_FIELDS:
             raise BadLine("unknown_field", f"{name} does not act here: {UNSUPPORTED_FIELDS[name]}")
         if name not in FIELDS[url] and name not in INERT:
-            raise BadLine("unknown_field", f"there is no field {name[:80]!r} in a request to {url}")
-    given = {name: field for name, field in body.items() if field is not None and name not in INERT}
+            only = f": only {_listed(DEFAULTS[name])} can be given" if name in DEFAULTS else ""
+            raise BadLine("unknown_field", f"there is no field {name[:80]!r} in a request to {url}{only}")
+    ignored = INERT | asks_nothing
+    given = {name: field for name, field in body.items() if field is not None and name not in ignored}
     prompt = _messages(given) if url == CHAT else _text_or_ids(given, "prompt")
     continuation = None
     if url == LOGLIKELIHOOD:
@@ -75,6 +116,9 @@ def parse(value: Value, line: int, defaults: SamplingParams, seed: int) -> Task:
     if url == CHAT:
         _translate_chat_fields(given)
     custom_id = key_of(value, line)
+    for name in INTEGER_FIELDS & given.keys():  # as some languages write them: 100.0
+        if isinstance(given[name], float) and given[name].is_integer():
+            given[name] = int(given[name])
     try:
         params = dataclasses.replace(defaults, **({"seed": hash64(seed, custom_id)} | given))
         if params.seed is None:  # -1 asks for a drawn one
@@ -83,7 +127,7 @@ def parse(value: Value, line: int, defaults: SamplingParams, seed: int) -> Task:
             params = dataclasses.replace(params, prompt_logprobs=params.logprobs)
     except (ValueError, TypeError) as error:
         raise BadLine("invalid_value", str(error)) from None
-    inert = [name for name in body if name in INERT]
+    inert = [name for name in body if name in ignored]
     if params.greedy and "temperature" not in given:
         inert += [f"{name} without a temperature" for name in RANDOM_FIELDS if name in given]
     return Task(
@@ -143,6 +187,22 @@ def _text_or_ids(given: dict[str, Any], name: str) -> str | list[int]:
     return value
 
 
+def _is_default(name: str, body: Mapping[str, Any]) -> bool:
+    """Says whether a field that does not act here has a value that asks for nothing."""
+    value = body[name]
+    if name == "tool_choice" and value == "none":
+        return not body.get("tools")  # with tools it asks to leave them out
+    # A boolean is no number: 1 == True.
+    return value is None or any(
+        value == default and isinstance(value, bool) == isinstance(default, bool)
+        for default in DEFAULTS[name]
+    )
+
+
+def _listed(values: tuple[Any, ...]) -> str:
+    return " or ".join(json.dumps(value) for value in (*values, None))
+
+
 def _flag(given: dict[str, Any], name: str) -> bool:
     value = given.pop(name, False)
     if not isinstance(value, bool):
@@ -157,6 +217,8 @@ def _translate_chat_fields(given: dict[str, Any]) -> None:
             raise BadLine("invalid_value", "give max_completion_tokens or max_tokens, not both")
         given["max_tokens"] = given.pop("max_completion_tokens")
     top = given.pop("top_logprobs", None)
+    if isinstance(top, float) and top.is_integer():
+        top = int(top)
     if "logprobs" in given:
         wanted = given.pop("logprobs")
         if not isinstance(wanted, bool):
