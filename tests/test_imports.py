@@ -29,7 +29,7 @@ LAYERS = [
     "weight_forms",
     "model_source",
     "request_loop",
-    "resolve llm tools.planner tools.batch_runner tools.bench tools.aot",
+    "resolve llm tools.planner tools.gen_kwargs tools.batch_runner tools.bench tools.aot",
     "cli tools.eval_adapter tools.ray_data __main__",
 ]
 LEVEL = {name: level for level, layer in enumerate(LAYERS) for name in layer.split()}
