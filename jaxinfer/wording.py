@@ -17,10 +17,15 @@ def shown(value: Any, length: int = 80) -> str:
     return repr(value[:length]) + "..." if cut else repr(value)
 
 
+def named(name: str, length: int = 200) -> str:
+    """A name as it is, or its short repr where it would break the sentence (a new line, thousands of letters)."""
+    return name if name.isprintable() and len(name) <= length else shown(name, length)
+
+
 def listed(names: Sequence[str], most: int = 12, separator: str = ", ") -> str:
     """Names for a sentence; of very many the first `most` and how many more there are."""
     rest = len(names) - most
-    return separator.join(names[:most]) + (f"{separator}and {rest:,} more" if rest > 0 else "")
+    return separator.join(map(named, names[:most])) + (f"{separator}and {rest:,} more" if rest > 0 else "")
 
 
 def size(num_bytes: float) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxinfer.models.layers import RopeConfig
-from jaxinfer.wording import shown
+from jaxinfer.wording import listed, named, shown
 
 # Why keys change nothing of what inference computes, whatever their value -> those keys.
 INERT_KEYS_BY_REASON: dict[str, tuple[str, ...]] = {
@@ -173,14 +173,14 @@ def check_keys(hf: dict[str, Any], handled: frozenset[str]) -> None:
             'supported; write "sliding_window": null if the model has none'
         )
     refused = [
-        f"{key}={shown(value)}"
+        f"{named(key, 60)}={shown(value)}"
         for key, value in hf.items()
         if key not in handled and key not in INERT_KEYS and not _is_neutral(key, value, hf)
     ]
     if refused:
         raise ValueError(
             f"config of model_type {hf.get('model_type')!r} has keys that this model file does not handle: "
-            f"{', '.join(refused)}; remove them if they are inert, or add them to the model file"
+            f"{listed(refused)}; remove them if they are inert, or add them to the model file"
         )
 
 
@@ -253,7 +253,8 @@ def rope_from_hf(hf: dict[str, Any], head_dim: int) -> RopeConfig:
     unknown, missing = set(scaling) - set(keys), {key for key in keys if scaling.get(key) is None}
     if unknown or missing:
         raise ValueError(
-            f"rope scaling {kind!r}: missing keys {sorted(missing)}, keys not understood {sorted(unknown)}"
+            f"rope scaling {kind!r}: missing keys [{listed(sorted(missing))}], keys not understood "
+            f"[{listed(sorted(unknown))}]"
         )
     fields = {keys[key]: value for key, value in scaling.items()}
     if kind == "llama3" and not fields["low_freq_factor"] < fields["high_freq_factor"]:

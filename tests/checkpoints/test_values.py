@@ -465,3 +465,11 @@ def test_large_vocabularies_take_bounded_time_and_memory(kind, said):
     )  # fmt: skip
     assert child.returncode == 0, child.stderr[-2000:]
     assert said in child.stdout, child.stdout[:300]
+
+
+@pytest.mark.parametrize("key", ["a\nb", "k" * 5000, "\u2028"])
+def test_keys_that_would_break_the_sentence_are_quoted(key):
+    for change in ({key: 1}, {"rope_parameters": {"rope_type": "default", key: 1}}):
+        with pytest.raises(ValueError, match=r"not handle|not understood") as error:
+            llama.Config.from_hf(LLAMA | change)
+        assert "\n" not in str(error.value) and len(str(error.value)) < 600
