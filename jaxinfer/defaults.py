@@ -67,15 +67,21 @@ def implementation(name: str, device: DeviceFacts, dtype: str, head_dim: int) ->
     return Choice("gpu", "the device is a GPU of compute capability 9.0")
 
 
-def dtype(name: str, platform: str) -> str:
+def dtype(name: str, platform: str) -> Choice:
     """dtype of weights and activations."""
-    return DTYPES[platform] if name == "auto" else name
+    if name == "auto":
+        return Choice(DTYPES[platform], f"the device is a {platform.upper()}")
+    return Choice(name, "asked for by name")
 
 
-def matmul_precision(name: str | None, dtype: str) -> str | None:
+def matmul_precision(name: str | None, dtype: str) -> Choice:
     """Precision of products: `name`, or such that float32 means float32 on every device."""
     check_matmul_precision(name)
-    return "highest" if name is None and dtype == "float32" else name
+    if name is not None:
+        return Choice(name, "asked for by name")
+    if dtype == "float32":
+        return Choice("highest", "float32 means float32 on every device")
+    return Choice(None, f"products are in {dtype}")
 
 
 def check_matmul_precision(name: str | None) -> None:
@@ -117,10 +123,12 @@ def quantized_matmul(device: DeviceFacts, shapes: Iterable[tuple[int, int]]) -> 
     return Choice("gpu", "the device is a GPU of compute capability 9.0")
 
 
-def compiler_options(device: DeviceFacts) -> dict[str, Any]:
+def compiler_options(device: DeviceFacts) -> Choice:
     """Options of XLA's compiler for the programs of an engine on `device`."""
-    known = (options for name, options in COMPILER_OPTIONS.items() if name in device.instruction_sets)
-    return next(known, {})
+    for name, options in COMPILER_OPTIONS.items():
+        if name in device.instruction_sets:
+            return Choice(options, f"that was faster on a CPU with {name}")
+    return Choice({}, "none was measured to be faster there")
 
 
 def few_rows(name: str, device: DeviceFacts, plain: bool, has_blocks: bool) -> Choice:
@@ -167,11 +175,14 @@ def tile(batch_invariant: bool, device: DeviceFacts, implementation: str, quanti
     return TILE
 
 
-def page_size(value: int | str, platform: str, max_model_len: int) -> int:
+def page_size(value: int | str, platform: str, max_model_len: int) -> Choice:
     """Tokens per page; never more than the smallest power of two that holds a whole sequence, or 8."""
     if value != "auto":
-        return int(value)
-    return min(PAGE_SIZES[platform], max(8, 1 << math.ceil(math.log2(max_model_len))))
+        return Choice(int(value), "asked for by number")
+    whole = max(8, 1 << math.ceil(math.log2(max_model_len)))
+    if whole < PAGE_SIZES[platform]:
+        return Choice(whole, f"a page holds a whole sequence of {max_model_len} tokens")
+    return Choice(PAGE_SIZES[platform], f"the device is a {platform.upper()}")
 
 
 def memory_budget(device: DeviceFacts, utilization: float | None, weights_bytes: int) -> tuple[float, str]:

@@ -147,11 +147,7 @@ def resolve(
       PlanError: weights, pages and a step do not fit.
       ValueError: an option cannot be with this model or device; the message says what can.
     """
-    config = model.config
-    if not model.weights_given:
-        config = replace(config, dtype=defaults.dtype(options.dtype, device.platform))
-    products = defaults.plain_matmul(device)
-    config = replace(config, kernels=Kernels(matmul=products.value, gated_mlp=products.value))
+    config, form, precision, choices = _numeric_form(options, model, device)
     longest = config.max_position_embeddings
     max_model_len = longest if options.max_model_len is None else options.max_model_len
     if max_model_len > longest:
@@ -159,12 +155,12 @@ def resolve(
             f"max_model_len={max_model_len} is over the model's own maximum of {longest} positions"
         )
     attention = defaults.implementation(options.implementation, device, config.dtype, config.head_dim)
-    form, choices = _weight_form(options, model, config, device)
+    page_size = defaults.page_size(options.page_size, device.platform, max_model_len)
     spec = KVCacheSpec(
         num_layers=config.num_layers,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
-        page_size=defaults.page_size(options.page_size, device.platform, max_model_len),
+        page_size=page_size.value,
         num_pages=2,  # decided by the plan
         dtype=config.dtype,
         implementation=attention.value,
@@ -175,7 +171,44 @@ def resolve(
     buckets = replace(options.buckets or Buckets.default(*sizes, device.platform, tile), tile=tile)
     scheduler = options.scheduler(max_model_len, buckets.max_multi_step_rows)
     buckets.check(scheduler)
-    plan, problem = None, None
+    plan, problem = _plan(options, model, device, config, form, spec)
+    if problem is not None and must_fit:
+        raise problem
+    smallest = options.num_pages or 1 + kv.pages_needed(max_model_len, spec.page_size)
+    compiler_options = defaults.compiler_options(device)
+    return Resolved(
+        options=options,
+        model=model,
+        device=device,
+        config=config,
+        form=form,
+        spec=replace(spec, num_pages=smallest if plan is None else plan.num_pages),
+        scheduler=scheduler,
+        buckets=buckets,
+        matmul_precision=precision,
+        compiler_options=compiler_options.value,
+        plan=plan,
+        plan_problem=None if problem is None else str(problem),
+        choices={
+            "attention": attention,
+            "page size": page_size,
+            **choices,
+            "compiler options": compiler_options,
+        },
+    )
+
+
+def _plan(
+    options: LLMOptions,
+    model: ModelFacts,
+    device: DeviceFacts,
+    config: Any,
+    form: WeightForm,
+    spec: KVCacheSpec,
+) -> tuple[EnginePlan | None, PlanError | None]:
+    """What the engine allocates, or why it cannot."""
+    num_bytes = weight_forms.num_bytes(weight_forms.shapes(model, config, form))
+    loaded = model.weights_given and form.is_plain
     try:
         plan = check(
             model.module,
@@ -183,30 +216,28 @@ def resolve(
             device,
             spec,
             options,
-            weights_bytes=weight_forms.num_bytes(weight_forms.shapes(model, config, form)),
-            weights_loaded=model.weights_given and form.is_plain,
+            weights_bytes=num_bytes,
+            weights_loaded=loaded,
         )
-        num_pages = plan.num_pages
     except PlanError as error:
-        if must_fit:
-            raise
-        problem = str(error)
-        num_pages = options.num_pages or 1 + kv.pages_needed(max_model_len, spec.page_size)
-    return Resolved(
-        options=options,
-        model=model,
-        device=device,
-        config=config,
-        form=form,
-        spec=replace(spec, num_pages=num_pages),
-        scheduler=scheduler,
-        buckets=buckets,
-        matmul_precision=defaults.matmul_precision(options.matmul_precision, config.dtype),
-        compiler_options=defaults.compiler_options(device),
-        plan=plan,
-        plan_problem=problem,
-        choices={"attention": attention, "products": products} | choices,
-    )
+        return None, error
+    return plan, None
+
+
+def _numeric_form(
+    options: LLMOptions, model: ModelFacts, device: DeviceFacts
+) -> tuple[Any, WeightForm, str | None, dict[str, Choice]]:
+    """(config with dtype and kernels, form of the weights, precision of products, the choices in them)."""
+    dtype = defaults.dtype(options.dtype, device.platform)
+    if model.weights_given:
+        dtype = Choice(model.config.dtype, "the weights that were given have it")
+    products = defaults.plain_matmul(device)
+    kernels = Kernels(matmul=products.value, gated_mlp=products.value)
+    config = replace(model.config, dtype=dtype.value, kernels=kernels)
+    precision = defaults.matmul_precision(options.matmul_precision, config.dtype)
+    form, choices = _weight_form(options, model, config, device)
+    choices = {"dtype": dtype, "products": products, "precision of products": precision} | choices
+    return config, form, precision.value, choices
 
 
 def _weight_form(

@@ -81,7 +81,7 @@ def run_nano(
     bench: NanoBench, hardware: Hardware | None, implementation: str, end: float, emit: Emit
 ) -> None:
     """Runs the bench, at most until `time.monotonic()` is `end`, and emits what it took."""
-    dtype = defaults.dtype("auto", jax.devices()[0].platform)
+    dtype = defaults.dtype("auto", jax.devices()[0].platform).value
     config = qwen3.Config.from_hf(dict(bench.config), dtype=dtype)
     requests = bench.requests(config.vocab_size)
     start = time.monotonic()

@@ -77,7 +77,7 @@ def test_kernels_of_another_accelerator_are_refused(name, platform):
 
 @pytest.mark.parametrize(("length", "expected"), [(5, 8), (20, 32), (4096, 64)])
 def test_a_page_is_no_larger_than_a_whole_sequence_needs(length, expected):
-    assert defaults.page_size("auto", "cpu", length) == expected
+    assert defaults.page_size("auto", "cpu", length).value == expected
 
 
 @pytest.mark.parametrize(
@@ -90,4 +90,4 @@ def test_a_page_is_no_larger_than_a_whole_sequence_needs(length, expected):
 )
 def test_wide_vectors_where_they_were_measured(platform, features, options):
     found = frozenset(features) if platform == "cpu" else frozenset()
-    assert defaults.compiler_options(device(platform, instruction_sets=found)) == options
+    assert defaults.compiler_options(device(platform, instruction_sets=found)).value == options

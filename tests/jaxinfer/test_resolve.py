@@ -162,6 +162,9 @@ def test_nothing_is_asked_of_a_device(tmp_path, monkeypatch):
     assert (resolved.spec.implementation, resolved.config.dtype) == ("gpu", "bfloat16")
     assert resolved.choices["attention"].reason == "the device is a GPU of compute capability 9.0"
     assert any(line.startswith("products in int8: int8, since") for line in resolved.lines())
+    assert all(choice.reason for choice in resolved.choices.values())
+    for name in ("dtype", "attention", "page size", "precision of products", "compiler options"):
+        assert name in resolved.choices
 
 
 # Options

@@ -55,7 +55,7 @@ def measure(
     device, length = jax.devices()[0], prompt + output
     hardware = facts.attached(device)
     # Admission keeps a page free for each running row, so that room for full rows alone would hold the last one back.
-    page_size = defaults.page_size("auto", device.platform, length)
+    page_size = defaults.page_size("auto", device.platform, length).value
     with LLM(
         model,
         dtype=dtype,

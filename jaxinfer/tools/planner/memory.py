@@ -64,7 +64,7 @@ class Load:
 
 def default_page_size(hardware: Hardware, context: int) -> int:
     """Tokens per page that the engine takes on this hardware for sequences of `context` tokens."""
-    return defaults.page_size("auto", hardware.platform, context)
+    return defaults.page_size("auto", hardware.platform, context).value
 
 
 def plan_memory(setting: Setting, load: Load, temporaries_bytes: int | None = None) -> Memory:

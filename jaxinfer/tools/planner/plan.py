@@ -127,7 +127,7 @@ def make_plan(
     """
     device = facts.load(hardware)
     dtype = LLMOptions.from_keywords({"dtype": dtype}).dtype
-    model_shape = shape.load(model, defaults.dtype(dtype, device.platform))
+    model_shape = shape.load(model, defaults.dtype(dtype, device.platform).value)
     setting = Setting(
         model_shape,
         device,
