@@ -24,21 +24,18 @@ from jaxinfer import batch as batches
 from jaxinfer import forks
 from jaxinfer import kv_cache as kv
 from jaxinfer.batch import StepBatch
-from jaxinfer.kv_cache import KVCache, KVCacheSpec
 from jaxinfer.metrics import Metrics, Recording, RowRecord, SequenceRecord, StepRecord, StepTotals, Work
-from jaxinfer.models.spec import ModelModule
 from jaxinfer.page_allocator import PageAllocator
+from jaxinfer.programs.arguments import PAGE_COPIES
 from jaxinfer.programs.background import BackgroundCompiler, give_back_memory
 from jaxinfer.programs.buckets import Buckets, Program
-from jaxinfer.programs.compile import Programs, example_arguments
-from jaxinfer.programs.saved_programs import SavedPrograms
+from jaxinfer.programs.compile import Programs
+from jaxinfer.programs.settings import own_settings
 from jaxinfer.request import MAX_ARRAY_ENTRIES, MAX_LOGPROB_ENTRIES, Request, RequestMetrics, Sequence
 from jaxinfer.sampling import logprobs, sample
 from jaxinfer.sampling.logits_processors import ProcessorArgs
 from jaxinfer.sampling.logprobs import PromptPiece
 from jaxinfer.sampling.sample import (
-    LogitsProcessor,
-    LogprobsMode,
     RowState,
     SampleOutput,
     SamplingBatch,
@@ -52,7 +49,6 @@ from jaxinfer.wording import shown
 logger = logging.getLogger(__name__)
 
 COMPILE_THREADS = 2  # that compile at the same time at warm-up
-PAGE_COPIES = 16  # page copies done by one call; more take several calls
 
 
 @dataclass(frozen=True)
@@ -61,16 +57,9 @@ class EngineConfig:
 
     scheduler: SchedulerConfig
     buckets: Buckets
-    logprobs_mode: LogprobsMode = "raw"
-    matmul_precision: str | None = None
-    compiler_options: Mapping[str, Any] | None = None
-    strict_compile: bool = False
     enable_prefix_caching: bool = True
     cache_salt: str = ""  # names the model: pages are shared only under the same salt
-    logits_processors: tuple[LogitsProcessor, ...] = ()
     logits_processor_args: Mapping[str, Any] | None = None  # see logits_processors.py
-    saved_programs: SavedPrograms | None = None  # loaded instead of compiled, where it has them
-    background_compile: bool = False  # behind the first token, those that no step has asked for yet
 
 
 @dataclass(frozen=True)
@@ -99,16 +88,6 @@ class _InFlight(NamedTuple):
     pieces: list[PromptPiece]
     record: StepRecord
     done: SimpleQueue[float] | None  # gets the time at which the device is done, with a recording
-    first_run: bool  # of its program
-
-
-def helper_arguments(cache: KVCache, rows: RowState) -> dict[Callable[..., Any], tuple]:
-    """The functions that run between steps, with arguments of their shapes (arrays, or shapes as given)."""
-    pages, tokens = np.zeros(PAGE_COPIES, np.int32), np.zeros(rows.token_ids.shape[1], np.int32)
-    return {
-        kv.copy_pages: (cache, pages, pages),
-        sample.set_row: (rows, np.int32(0), tokens, np.int32(0)),
-    }
 
 
 class Engine:
@@ -117,60 +96,38 @@ class Engine:
     `bad_word_ids(text)` turns a bad word into the token id sequences to be banned; it is needed only for
     requests that have bad words.
 
-    With `compile_first` the prefill of a short prompt is traced here, and compiled on a thread from here on. `weights`
-    are their shapes then (`jax.ShapeDtypeStruct` leaves), while they are read: before the first step `take_weights`
-    must have them. Only then the decode of one row is traced and compiled: tracing and reading weights both want the
-    interpreter.
+    Args:
+      programs: of these weights, a cache, and rows; the first ones may be compiled, or under way.
+      background: compiles the rest behind the first token; None: each is compiled when a step needs it.
     """
 
     def __init__(
         self,
-        model: ModelModule,
-        model_config: Any,
+        programs: Programs,
         weights: Any,
-        spec: KVCacheSpec,
         config: EngineConfig,
         *,
         bad_word_ids: Callable[[str], list[list[int]]] | None = None,
-        compile_first: bool = False,
+        background: BackgroundCompiler | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         forks.begin_use()
         config.buckets.check(config.scheduler)
-        self.model_config, self.spec, self.config = model_config, spec, config
-        self.weights, self.clock = weights, clock
+        self.programs, self.weights, self.config, self.clock = programs, weights, config, clock
+        self.model_config, self.spec = programs.shapes.config, programs.shapes.spec
         self._bad_word_ids = bad_word_ids
-        self._pages_per_row = kv.pages_needed(config.scheduler.max_model_len, spec.page_size)
+        self._pages_per_row = kv.pages_needed(config.scheduler.max_model_len, self.spec.page_size)
         place = getattr(jax.tree.leaves(weights)[0], "sharding", None)
-        self._init_cache = jax.jit(partial(kv.init, spec), out_shardings=kv.page_format(spec, place))
-        self.programs = Programs(
-            model,
-            model_config,
-            logprobs_mode=config.logprobs_mode,
-            logits_processors=config.logits_processors,
-            matmul_precision=config.matmul_precision,
-            compiler_options=config.compiler_options,
-            strict=config.strict_compile,
-            saved=config.saved_programs,
+        self._init_cache = jax.jit(
+            partial(kv.init, self.spec), out_shardings=kv.page_format(self.spec, place)
         )
         self._processor_args = ProcessorArgs(config.logits_processor_args)
-        self._run_before: set[Program] = set()
-        self._first: BackgroundCompiler | None = None  # of what a first prompt needs
-        self._background: BackgroundCompiler | None = None  # of the rest
-        self._cache, self._rows = jax.eval_shape(self._init_cache), jax.eval_shape(self._init_rows)
-        if compile_first:
-            first = self._declared(config.buckets.first_programs())
-            self._first = self._compile_in_background(first, hold=True)
-        self._allocate()
+        self._background, self._asked_for_all = background, background is None
+        with own_settings():
+            self._allocate()
         self.metrics = Metrics()
         self.recording: Recording | None = None  # set one to keep single steps
         self._start_host_state()
-
-    def take_weights(self, weights: Any) -> None:
-        """The weights whose shapes the engine was made with."""
-        self.weights = weights
-        if self._first is not None:
-            self._first.release()
 
     def _allocate(self) -> None:
         """Device state: the pages of the cache, and what rows keep between steps.
@@ -215,7 +172,7 @@ class Engine:
         for name in ("allowed_token_ids", "stop_token_ids", "logit_bias", "logprob_token_ids"):
             self._check_ids(name, getattr(params, name) or (), vocab)
         if params.extra_args:
-            if not self.config.logits_processors:
+            if not self.programs.logits_processors:
                 raise ValueError("extra_args need LLM(logits_processors=[...]), and this engine has none")
             self._processor_args.check(params.extra_args)
         self._check_logprob_entries(request)
@@ -224,7 +181,7 @@ class Engine:
             params.stop_token_ids or ()
         )
         row = SamplingRow(params, request.seed, 0, len(request.prompt_token_ids), tuple(sorted(ends)), words)
-        if self.config.strict_compile and self.programs.warm:
+        if self.programs.strict and self.programs.warm:
             self._check_declared(row, request)
         sequences = self.scheduler.add(request)
         self._processor_args.learn(params.extra_args or {})
@@ -339,9 +296,12 @@ class Engine:
             raise ValueError(
                 f"update_weights: the tree differs from this model's: {surplus or 'other nodes'}"
             )
-        self.weights = jax.tree.map(
-            lambda x, present: jax.device_put(x, getattr(present, "sharding", None)), weights, self.weights
-        )
+        with own_settings():
+            self.weights = jax.tree.map(
+                lambda x, present: jax.device_put(x, getattr(present, "sharding", None)),
+                weights,
+                self.weights,
+            )
         self.scheduler.reset_prefix_cache()
 
     # The loop
@@ -354,19 +314,23 @@ class Engine:
         """
         forks.check()
         try:
-            begun = self.clock()
-            if self._in_flight and self._first is not None and self._first.under_way:
-                # The next step would wait for its program here, and the token that is there with it.
-                return self._commit(self._in_flight.popleft())
-            scheduled = self.scheduler.schedule()
-            if scheduled is not None:
-                self._dispatch(scheduled, begun)
-            if len(self._in_flight) > (scheduled is not None):
-                return self._commit(self._in_flight.popleft())
-            return []
+            with own_settings():
+                return self._step()
         except BaseException as error:
             self._reset(error)
             raise
+
+    def _step(self) -> list[Advance]:
+        begun = self.clock()
+        if self._in_flight and self.programs.under_way:
+            # The next step might wait for its program here, and the token that is there with it.
+            return self._commit(self._in_flight.popleft())
+        scheduled = self.scheduler.schedule()
+        if scheduled is not None:
+            self._dispatch(scheduled, begun)
+        if len(self._in_flight) > (scheduled is not None):
+            return self._commit(self._in_flight.popleft())
+        return []
 
     def drain(self) -> None:
         """Once every request has ended, takes in the surplus steps in flight: their pages are given back.
@@ -376,7 +340,8 @@ class Engine:
         forks.check()
         try:
             while self._in_flight and not self._unfinished:
-                self._commit(self._in_flight.popleft())
+                with own_settings():
+                    self._commit(self._in_flight.popleft())
         except BaseException as error:
             self._reset(error)
             raise
@@ -402,7 +367,7 @@ class Engine:
         limits = self._limits(scheduled, program) if program.num_steps > 1 else None
         arguments = (self.weights, self._cache, self._rows, batch, sampling_batch, limits)
         packed = self.clock()
-        executable = self.programs.get(program, arguments)
+        executable = self.programs.get(program)
         compile_s = self.clock() - packed
         output, self._cache, self._rows = executable(*arguments)
         pieces: list[PromptPiece] = []
@@ -428,9 +393,7 @@ class Engine:
             compile_s=compile_s,
         )
         done = None if self.recording is None else self.recording.watch(output.sampled.tokens)
-        first_run = program not in self._run_before
-        self._run_before.add(program)
-        self._in_flight.append(_InFlight(scheduled, output.sampled, pieces, record, done, first_run))
+        self._in_flight.append(_InFlight(scheduled, output.sampled, pieces, record, done))
 
     def _pack(self, program: Program, rows: list, **per_row: Any) -> StepBatch:
         return batches.pack(
@@ -450,17 +413,16 @@ class Engine:
             pairs = np.zeros((2, PAGE_COPIES), np.int32)
             part = scheduled.page_copies[begin : begin + PAGE_COPIES]
             pairs[:, : len(part)] = np.array(part).T
-            arguments = (self._cache, pairs[0], pairs[1])
-            self._cache = self.programs.helper(kv.copy_pages, arguments)(*arguments)
+            self._cache = self.programs.helper(kv.copy_pages)(self._cache, *pairs)
         for seq in scheduled.admitted:
             assert seq.metrics is not None
             if seq.metrics.first_scheduled_time is None:
                 seq.metrics.first_scheduled_time = now
-            if seq.params.needs_history or self.config.logits_processors:
+            if seq.params.needs_history or self.programs.logits_processors:
                 padded = np.zeros(self.config.scheduler.max_model_len, np.int32)
                 padded[: len(seq.token_ids)] = seq.token_ids
-                row = (self._rows, np.int32(seq.row), padded, np.int32(len(seq.token_ids)))
-                self._rows = self.programs.helper(sample.set_row, row)(*row)
+                row = (np.int32(seq.row), padded, np.int32(len(seq.token_ids)))
+                self._rows = self.programs.helper(sample.set_row)(self._rows, *row)
 
     def _program(self, scheduled: ScheduledStep) -> tuple[Program, SamplingBatch | None]:
         """The program that runs a step, and its sampling parameters (None for greedy rows)."""
@@ -521,7 +483,7 @@ class Engine:
         return DecodeLimits(end_ids=end_ids, end_from=end_from, last_position=last_position)  # type: ignore[arg-type]
 
     def _commit(self, in_flight: _InFlight) -> list[Advance]:
-        scheduled, output, pieces, record, done, first_run = in_flight
+        scheduled, output, pieces, record, done = in_flight
         record.late, record.read = output.tokens.is_ready(), self.clock()  # type: ignore[attr-defined]
         # The one read of a step; arrays [k, B, ...] of what was drawn, [S, ...] of prompt tokens.
         host: SampleOutput
@@ -548,10 +510,8 @@ class Engine:
             if count or (seq.finished and row.num_samples == 0):
                 advances.append(Advance(seq, count))
         self._account(scheduled, accepted, record)
-        if self._background is None and self.config.background_compile and any(accepted):
+        if not self._asked_for_all and any(accepted):
             self._compile_behind(self._sampling[0]["variant"])
-        if first_run:  # in which XLA:CPU makes its kernels, and frees 30 MB that it needed for that
-            give_back_memory()
         return advances
 
     def _account(self, scheduled: ScheduledStep, accepted: list[int], record: StepRecord) -> None:
@@ -600,7 +560,8 @@ class Engine:
         self._start_host_state()
         gone = any(leaf.is_deleted() for leaf in jax.tree.leaves((self._cache, self._rows)))
         if gone or not isinstance(error, KeyboardInterrupt):
-            self._allocate()
+            with own_settings():
+                self._allocate()
 
     # Programs
 
@@ -613,7 +574,7 @@ class Engine:
         programs = self._declared_programs()
         logger.info("programs: %s", ", ".join(map(str, programs)))
         with ThreadPoolExecutor(min(COMPILE_THREADS, os.cpu_count() or 1)) as pool:
-            jobs = {pool.submit(self.programs.get, p, self._warmup_arguments(p)): p for p in programs}
+            jobs = {pool.submit(self.programs.get, program): program for program in programs}
             try:
                 for job in as_completed(jobs):
                     job.result()
@@ -621,48 +582,28 @@ class Engine:
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
-        for function, arguments in helper_arguments(self._cache, self._rows).items():
-            self.programs.helper(function, arguments)
+        for function in self.programs.shapes.of_helpers():
+            self.programs.helper(function)
         give_back_memory()
         self.programs.warm = True
 
     def _declared_programs(self) -> list[Program]:
         """All programs of the buckets, the ones needed first at the front."""
-        return self._declared(self.config.buckets.programs())
-
-    def _declared(self, programs: list[Program]) -> list[Program]:
-        args = self._processor_args.signature
-        return [
-            program if program.kind == "score" else replace(program, processor_args=args)
-            for program in programs
-        ]
+        return self.config.buckets.programs(self._processor_args.signature)
 
     def _compile_behind(self, variant: Variant) -> None:
-        """Begins to compile, on a thread of its own, what `warmup` would; programs of `variant` first."""
-        programs = sorted(self._declared_programs(), key=lambda program: program.variant != variant)
-        self._background = self._compile_in_background(programs)
-
-    def _compile_in_background(self, programs: list[Program], *, hold: bool = False) -> BackgroundCompiler:
-        jobs = [(program, _shapes(self._warmup_arguments(program))) for program in programs]
-        return BackgroundCompiler(self.programs, jobs, hold=hold)
-
-    def _warmup_arguments(self, program: Program) -> tuple:
-        """Arguments of the shapes that `program` takes."""
-        sampling_batch = None
-        if program.kind != "score":
-            _, sampling_batch = self._sampling_batch([], program.num_rows, program.variant)
-        return example_arguments(
-            program, self.model_config, self.weights, self._cache, self._rows, sampling_batch
-        )
+        """Asks for what `warmup` would compile, programs of `variant` first."""
+        assert self._background is not None
+        self._asked_for_all = True
+        self._background.add(sorted(self._declared_programs(), key=lambda p: p.variant != variant))
 
     def close(self, *, weights: bool = True) -> None:
         """Frees device memory: programs, cache, row state, and the weights unless they belong to somebody else.
 
         Waits for the program that is compiled in the background: what compiling takes is free then too.
         """
-        for background in (self._first, self._background):
-            if background is not None:
-                background.close()
+        if self._background is not None:
+            self._background.close()
         for step in self._in_flight:  # a device must not be at work when the process ends
             with suppress(Exception):  # nobody asks for its result any more
                 jax.block_until_ready(step.output)
@@ -671,21 +612,6 @@ class Engine:
         for leaf in jax.tree.leaves(trees):
             if isinstance(leaf, jax.Array) and not leaf.is_deleted():
                 leaf.delete()
-
-
-def _shapes(arguments: tuple) -> tuple:
-    """Arguments with the shape and dtype of each device array in its place, and its sharding if it is bound to it.
-
-    So they lower to the same program, and to the same key of the persistent cache, as the arrays.
-    """
-
-    def shape(x: Any) -> Any:
-        if not isinstance(x, jax.Array):
-            return x
-        place = x.sharding if x.committed else None
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place, weak_type=x.aval.weak_type)
-
-    return jax.tree.map(shape, arguments)
 
 
 def _name(seq: Sequence) -> str:

@@ -22,11 +22,12 @@ from jaxinfer.model_source import ModelSource, find_model, given_model
 from jaxinfer.models.spec import ModelModule
 from jaxinfer.options import DEFAULTS, LLMOptions, documentation, signature
 from jaxinfer.programs import compile_cache, saved_programs
-from jaxinfer.programs.background import give_back_memory
+from jaxinfer.programs.background import BackgroundCompiler, give_back_memory
 from jaxinfer.programs.saved_programs import SavedPrograms
 from jaxinfer.request import Loglikelihood, Request, RequestOutput, SamplingParams, TopK, hash64
 from jaxinfer.request_loop import Outputs, RequestLoop
 from jaxinfer.resolve import resolve
+from jaxinfer.sampling.logits_processors import ProcessorArgs
 from jaxinfer.text import chat
 from jaxinfer.text import prompts as prompts_
 from jaxinfer.text.prompts import Prompt
@@ -152,27 +153,35 @@ class LLM:
                 source.facts, resolved.config, resolved.form, partial(source.read_weights, resolved.config)
             )
 
-        # On a CPU the first programs are compiled, or loaded, while weights are read. Elsewhere
+        args = ProcessorArgs(self.options.logits_processor_args).signature
+        # On a CPU what a first prompt needs is compiled, or loaded, while weights are read: the first program is traced
+        # before and the second after, since tracing and reading both want the interpreter. Elsewhere
         # pages come last: leaves that are quantized as they come need room on the device for a while.
-        early = self.options.background_compile and resolved.device.platform == "cpu"
-        early = early and not source.facts.weights_given
-        form = "" if self.options.quantize is None else f", {self.options.quantize}"
-        engine = Engine(
-            source.facts.module,
-            resolved.config,
-            resolved.weights() if early else read(),
-            resolved.spec,
-            resolved.engine_config(cache_salt=source.name + form, saved=saved),
-            bad_word_ids=None if source.tokenizer is None else self._bad_word_ids,
-            compile_first=early,
-        )
+        early = resolved.device.platform == "cpu" and not source.facts.weights_given
+        early = early and self.options.background_compile
+        weights = None if early else read()
+        programs = resolved.compiler(saved, weights=weights)
+        programs.check_saved(resolved.buckets.programs(args))
+        background = BackgroundCompiler(programs) if self.options.background_compile else None
         if early:
+            assert background is not None
+            first, *then = resolved.buckets.first_programs(args)
+            programs.trace(first)
+            background.add([first])
             try:
-                engine.take_weights(read())
+                weights = read()
             except BaseException:
-                engine.close(weights=False)
+                background.close()
                 raise
-        return engine
+            background.add(then)
+        form = "" if self.options.quantize is None else f", {self.options.quantize}"
+        return Engine(
+            programs,
+            weights,
+            resolved.engine_config(cache_salt=source.name + form),
+            bad_word_ids=None if source.tokenizer is None else self._bad_word_ids,
+            background=background,
+        )
 
     # What it is
 

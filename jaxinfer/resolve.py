@@ -8,7 +8,6 @@ decide for an absent chip what `LLM` would decide on it.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -21,12 +20,11 @@ from jaxinfer.engine import EngineConfig
 from jaxinfer.kv_cache import KVCacheSpec
 from jaxinfer.models.spec import smoothing_groups
 from jaxinfer.options import SHAPES, LLMOptions
+from jaxinfer.programs.arguments import ArgumentShapes
 from jaxinfer.programs.buckets import Buckets, Program
-from jaxinfer.programs.compile import Programs, example_arguments
+from jaxinfer.programs.compile import Programs
 from jaxinfer.programs.saved_programs import SavedPrograms
 from jaxinfer.quantization import Kernels
-from jaxinfer.sampling import sample
-from jaxinfer.sampling.sample import SamplingBatch
 from jaxinfer.scheduler import SchedulerConfig
 from jaxinfer.tools.planner.engine_plan import EnginePlan, PlanError, check
 from jaxinfer.weight_forms import ModelFacts, WeightForm
@@ -75,26 +73,17 @@ class Resolved:
         }
         return {name: getattr(self.options, name) for name in SHAPES} | settled
 
-    def engine_config(self, *, cache_salt: str = "", saved: SavedPrograms | None = None) -> EngineConfig:
-        """The part of an engine that is static beside model and cache.
+    def engine_config(self, *, cache_salt: str = "") -> EngineConfig:
+        """The part of an engine that is static beside its programs.
 
-        Args:
-          cache_salt: names the weights: pages are shared only under the same name.
-          saved: programs that are loaded instead of compiled.
+        cache_salt: names the weights: pages are shared only under the same name.
         """
         return EngineConfig(
             scheduler=self.scheduler,
             buckets=self.buckets,
-            logprobs_mode=self.options.logprobs_mode,
-            matmul_precision=self.matmul_precision,
-            compiler_options=self.compiler_options,
-            strict_compile=self.options.strict_compile,
-            background_compile=self.options.background_compile,
             enable_prefix_caching=self.options.enable_prefix_caching,
             cache_salt=cache_salt,
-            logits_processors=tuple(self.options.logits_processors),
             logits_processor_args=self.options.logits_processor_args,
-            saved_programs=saved,
         )
 
     # The programs, as the engine compiles them
@@ -107,17 +96,27 @@ class Resolved:
         """Shapes of the weights."""
         return weight_forms.shapes(self.model, self.config, self.form)
 
-    def state(self) -> tuple[Any, kv.KVCache, sample.RowState]:
-        """Shapes of weights, cache and row state."""
-        cache = jax.eval_shape(partial(kv.init, self.spec))
-        rows = partial(sample.init_row_state, self.scheduler.max_num_seqs, self.scheduler.max_model_len)
-        return self.weights(), cache, jax.eval_shape(rows)
+    def compiler(
+        self,
+        saved: SavedPrograms | None = None,
+        *,
+        weights: Any = None,
+        sharding: jax.sharding.Sharding | None = None,
+    ) -> Programs:
+        """What compiles the programs.
 
-    def compiler(self, saved: SavedPrograms | None = None) -> Programs:
-        """What compiles the programs."""
+        Args:
+          weights: that they will run on; None takes their shapes.
+          sharding: where all arguments lie; None leaves them to the default device.
+        """
+        if weights is None:
+            weights = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), self.weights()
+            )
+        rows, length = self.scheduler.max_num_seqs, self.scheduler.max_model_len
         return Programs(
             self.model.module,
-            self.config,
+            ArgumentShapes(self.config, weights, self.spec, rows, length, sharding),
             logprobs_mode=self.options.logprobs_mode,
             logits_processors=tuple(self.options.logits_processors),
             matmul_precision=self.matmul_precision,
@@ -125,13 +124,6 @@ class Resolved:
             strict=self.options.strict_compile,
             saved=saved,
         )
-
-    def arguments(self, program: Program) -> tuple:
-        """Shapes of the arguments of a program of the warm-up, of rows without logits processors."""
-        sampling_batch = None
-        if program.kind != "score" and program.variant != "greedy":
-            sampling_batch = SamplingBatch.from_rows([], program.num_rows, self.config.vocab_size)
-        return example_arguments(program, self.config, *self.state(), sampling_batch)
 
 
 def resolve(

@@ -88,15 +88,16 @@ def submit(engine: Any, prompt: list[int], output: int) -> Any:
 class NoDevice:
     """Programs that compute nothing: every row draws token 7 at once."""
 
-    compile_seconds, warm = 0.0, True
+    compile_seconds, warm, under_way, strict, logits_processors = 0.0, True, False, False, ()
 
-    def __init__(self) -> None:
+    def __init__(self, shapes: Any) -> None:
+        self.shapes = shapes
         self._tokens: dict[tuple[int, int], Any] = {}
 
     def __len__(self) -> int:
         return 0
 
-    def get(self, program: Any, arguments: tuple) -> Any:
+    def get(self, program: Any) -> Any:
         import jax.numpy as jnp
 
         from jaxinfer.sampling.sample import SampleOutput
@@ -108,7 +109,7 @@ class NoDevice:
         output = StepOutput(SampleOutput(self._tokens[shape]), None)
         return lambda weights, cache, rows, *rest: (output, cache, rows)
 
-    def helper(self, function: Any, arguments: tuple) -> Any:
+    def helper(self, function: Any) -> Any:
         return lambda first, *rest: first
 
 
@@ -118,23 +119,22 @@ def host_engine(rows: int, context: int) -> Any:
     from jaxinfer.engine import Engine, EngineConfig
     from jaxinfer.kv_cache import KVCacheSpec
     from jaxinfer.models import llama
+    from jaxinfer.programs.arguments import ArgumentShapes
     from jaxinfer.programs.buckets import Buckets
     from jaxinfer.scheduler import SchedulerConfig
 
     config = llama.Config.from_hf(TINY | {"num_hidden_layers": 1})
     budget = max(512, rows)
-    engine = Engine(
-        llama,
-        config,
-        llama.init(config, jax.random.key(0)),
-        KVCacheSpec(1, 1, 8, page_size=16, num_pages=1 + rows * (2 + context // 16)),
+    spec = KVCacheSpec(1, 1, 8, page_size=16, num_pages=1 + rows * (2 + context // 16))
+    weights = llama.init(config, jax.random.key(0))
+    return Engine(
+        NoDevice(ArgumentShapes(config, weights, spec, rows, context)),  # type: ignore[arg-type]
+        weights,
         EngineConfig(
             scheduler=SchedulerConfig(rows, budget, context, decode_steps=1),
             buckets=Buckets.default(rows, budget, 1, "cpu"),
         ),
     )
-    engine.programs = NoDevice()  # type: ignore[assignment]
-    return engine
 
 
 def add_requests(engine: Any, count: int, prompt: int, output: int) -> None:

@@ -158,7 +158,8 @@ def make_engine(
     spec = resolved.spec
     num_pages = 1 + sum(pages_needed(len(prompt) + n, spec.page_size) for prompt, n in requests)
     spec = dataclasses.replace(spec, num_pages=min(num_pages, spec.num_pages))
-    return Engine(qwen3, resolved.config, weights, spec, resolved.engine_config())
+    programs = dataclasses.replace(resolved, spec=spec).compiler(weights=weights)
+    return Engine(programs, weights, resolved.engine_config())
 
 
 def utilizations(engine: Engine, hardware: Hardware | None) -> Record:

@@ -18,6 +18,7 @@ from jaxinfer.device_facts import facts_of
 from jaxinfer.engine import Engine
 from jaxinfer.options import LLMOptions
 from jaxinfer.programs import compile_cache
+from jaxinfer.programs.background import BackgroundCompiler
 from jaxinfer.programs.buckets import Buckets
 from jaxinfer.request import Request, SamplingParams, Sequence
 from jaxinfer.resolve import resolve
@@ -88,9 +89,11 @@ def make_engine(
     )
     resolved = resolve(settings, ModelFacts(model, config, weights_given=True), CPU)
     spec = replace(resolved.spec, num_pages=num_pages)  # LLM would refuse a pool smaller than max_model_len
-    engine = Engine(model, resolved.config, weights, spec, resolved.engine_config())
+    programs = replace(resolved, spec=spec).compiler(weights=weights)
     if not strict and rows == ROWS and buckets is BUCKETS and not options:
-        engine.programs = _programs.setdefault((name, spec), engine.programs)
+        programs = _programs.setdefault((name, spec), programs)
+    background = BackgroundCompiler(programs) if settings.background_compile else None
+    engine = Engine(programs, weights, resolved.engine_config(), background=background)
     return engine
 
 

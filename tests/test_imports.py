@@ -15,12 +15,13 @@ ROOT = Path(__file__).parents[1]
 LAYERS = [
     "pallas_kernels wording",
     "request forks quantization tiles sharding sampling.sample sampling.filters sampling.penalties "
-    "sampling.logits_processors sampling.logprob_arrays text.stop_strings programs.compile_cache",
+    "sampling.logits_processors sampling.logprob_arrays text.stop_strings programs.compile_cache programs.settings",
     "kv_cache models.layers batch page_allocator metrics tools.timeline",
     "scheduler attention device_facts programs.saved_programs programs.buckets",
     "models defaults options",
     "forward",
     "step sampling.logprobs",
+    "programs.arguments",
     "programs.compile programs.background",
     "engine",
     "checkpoints",

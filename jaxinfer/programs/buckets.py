@@ -131,14 +131,17 @@ class Buckets:
                 f"buckets have variants {sorted(unknown)}; warm-up compiles 'greedy', 'sample' or 'any'"
             )
 
-    def programs(self) -> list[Program]:
-        """All programs that warm-up compiles, the ones needed first at the front."""
+    def programs(self, processor_args: Signature = ()) -> list[Program]:
+        """All programs that warm-up compiles, the ones needed first at the front.
+
+        processor_args: what logits processors get, which all but scores are compiled for.
+        """
         shapes = [("prefill", t, b, 1) for t, b in self.prefill]
         shapes += [("decode", b, b, 1) for b in self.decode]
         if self.decode_steps > 1:
             shapes += [("decode", b, b, self.decode_steps) for b in self.multi_step]
         programs = [
-            Program(kind, t, b, k, variant, tile=self.tile)
+            Program(kind, t, b, k, variant, processor_args=processor_args, tile=self.tile)
             for variant in self.variants
             for kind, t, b, k in shapes
         ]
@@ -149,13 +152,11 @@ class Buckets:
         """The variant whose programs run rows that need `needed`."""
         return "any" if needed != "full" and "any" in self.variants else needed
 
-    def first_programs(self) -> list[Program]:
+    def first_programs(self, processor_args: Signature = ()) -> list[Program]:
         """Those that one short prompt needs: its prefill, and then k steps at once, in the first variant."""
         k, variant = self.decode_steps, self.variants[0]
-        return [
-            Program("prefill", *self.prefill[0], 1, variant, tile=self.tile),
-            Program(*self.shape(1, 1, k), k, variant, tile=self.tile),
-        ]
+        shapes = ("prefill", *self.prefill[0], 1), (*self.shape(1, 1, k), k)
+        return [Program(*s, variant, processor_args=processor_args, tile=self.tile) for s in shapes]
 
     def shape(
         self, num_tokens: int, num_rows: int, num_steps: int, scores_prompt: bool = False

@@ -208,6 +208,15 @@ class SavedPrograms:
                 len(cached), len(self._programs), self._folder, cached[0], self.cache,
             )  # fmt: skip
 
+    def check(self, name: str, identity: str) -> None:
+        """Raises ValueError if a program of that name was compiled from other settings."""
+        entry = self._programs.get(name)
+        if entry is not None and entry["identity"] != identity:
+            raise ValueError(
+                f"program {name} in {self._folder} was compiled from another model or other settings; they were "
+                f"{', '.join(f'{k}={v!r}' for k, v in self._options.items())}"
+            )
+
     def load(
         self, name: str, identity: str, function: Callable[..., Any], arguments: tuple
     ) -> Callable[..., Any] | None:
@@ -221,11 +230,7 @@ class SavedPrograms:
         if entry is None:
             logger.warning("%s has no program %s; compiling it", self._folder, name)
             return None
-        if entry["identity"] != identity:
-            raise ValueError(
-                f"program {name} in {self._folder} was compiled from another model or other settings; they were "
-                f"{', '.join(f'{k}={v!r}' for k, v in self._options.items())}"
-            )
+        self.check(name, identity)
         if "cached" in entry:
             return None
         data = _trusted(self._folder, entry["file"]).read_bytes()

@@ -79,7 +79,7 @@ def dispatch_prompt_scores(
     weights: Any,
     vocab_size: int,
     tile: int | None,
-    compiled: Callable[[Program, tuple], Callable[..., SampleOutput]],
+    compiled: Callable[[Program], Callable[..., SampleOutput]],
 ) -> list[PromptPiece]:
     """Starts the scoring of what a step computed of prompts: hidden [T, D] of its rows, in their order."""
     wanted: dict[
@@ -99,8 +99,7 @@ def dispatch_prompt_scores(
             padded = np.zeros((2, program.num_rows), np.int32)
             padded[0, : len(part)] = [place for _, _, place in part]
             padded[1, : len(part)] = [seq.token_ids[at] for seq, at, _ in part]
-            arguments = (weights, hidden, padded[0], padded[1])
-            output = compiled(program, arguments)(*arguments)
+            output = compiled(program)(weights, hidden, padded[0], padded[1])
             pieces.append(PromptPiece([(seq, at) for seq, at, _ in part], output))
     return pieces
 

@@ -13,8 +13,8 @@ import numpy as np
 from flax import struct
 from jax import Array
 
-# Least lengths of the padded lists. A longer list is padded to the next power of two: one more program.
-_MIN_BIASES, _MIN_BAD_WORDS, _MIN_WORD_LENGTH, _MIN_STOP_IDS = 32, 8, 8, 8
+# Least `Extras.list_lengths`. A longer list is padded to the next power of two: one more program.
+LEAST_LENGTHS = (32, 8, 8, 8)
 
 
 @struct.dataclass
@@ -54,16 +54,24 @@ def asks_for_extras(row: Any) -> bool:
     )
 
 
-def build_extras(rows: Sequence[Any], num_rows: int, vocab_size: int) -> Extras:
-    """Extras of numpy arrays from `SamplingRow`s, padded to num_rows with rows that ask for nothing."""
+def build_extras(
+    rows: Sequence[Any],
+    num_rows: int,
+    vocab_size: int,
+    least: tuple[int, int, int, int] = LEAST_LENGTHS,
+) -> Extras:
+    """Extras of numpy arrays from `SamplingRow`s, padded to num_rows with rows that ask for nothing.
+
+    least: no list is shorter (`Extras.list_lengths`).
+    """
 
     def length(wanted: list[int], least: int) -> int:
         return max(least, 1 << (max(wanted, default=0) - 1).bit_length()) if max(wanted, default=0) else least
 
-    num_biases = length([len(r.params.logit_bias or ()) for r in rows], _MIN_BIASES)
-    num_words = length([len(r.bad_words) for r in rows], _MIN_BAD_WORDS)
-    word_len = length([len(word) for r in rows for word in r.bad_words], _MIN_WORD_LENGTH)
-    num_stops = length([len(r.end_ids) for r in rows], _MIN_STOP_IDS)
+    num_biases = length([len(r.params.logit_bias or ()) for r in rows], least[0])
+    num_words = length([len(r.bad_words) for r in rows], least[1])
+    word_len = length([len(word) for r in rows for word in r.bad_words], least[2])
+    num_stops = length([len(r.end_ids) for r in rows], least[3])
 
     arrays: dict[str, Any] = dict(
         presence_penalty=np.zeros(num_rows, np.float32),

@@ -339,9 +339,9 @@ def test_programs_and_arguments_are_those_of_the_engine(tiny):
     with LLM(tiny, **OPTIONS, **AT_ONCE) as llm:
         engine = llm.engine
         assert list(found.programs().values()) == engine.config.buckets.programs()
-        assert found.spec == engine.spec and found.matmul_precision == engine.config.matmul_precision
+        assert found.spec == engine.spec and found.matmul_precision == llm.resolved.matmul_precision
         for program in found.programs().values():
-            ours, theirs = found.arguments(program), engine._warmup_arguments(program)
+            ours, theirs = found.compiler().shapes.of(program), engine.programs.shapes.of(program)
             assert jax.tree.structure(ours) == jax.tree.structure(theirs)
             shapes = [[(x.shape, x.dtype) for x in jax.tree.leaves(tree)] for tree in (ours, theirs)]
             assert shapes[0] == shapes[1]
@@ -438,11 +438,8 @@ def test_every_saved_program_keeps_the_cache_in_place(saved):
 def test_saved_programs_of_other_settings_are_refused(tiny, saved):
     folder, _ = saved
     options = saved_programs.options(folder) | {"num_pages": 30}
-    with (
-        LLM(tiny, **options, **AT_ONCE, programs=folder) as llm,
-        pytest.raises(ValueError, match=r"other settings; they were .*num_pages=20"),
-    ):
-        llm.warmup(use_tqdm=False)
+    with pytest.raises(ValueError, match=r"other settings; they were .*num_pages=20"):
+        LLM(tiny, **options, **AT_ONCE, programs=folder)
 
 
 def test_saved_programs_for_another_chip_or_source_are_refused(tiny, saved, tmp_path):

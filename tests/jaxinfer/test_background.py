@@ -1,17 +1,17 @@
 """Programs compiled behind the steps: once each, in time for whoever needs them, and never in the way of an exit."""
 
 import ctypes
+import gc
 import os
 import subprocess
 import sys
 import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import jax
 import pytest
-from engines import BUCKETS, drain, generate, greedy_params, load, make_engine
+from engines import BUCKETS, drain, generate, greedy_params, make_engine
 
 from jaxinfer.engine import Engine
 from jaxinfer.programs.background import BackgroundCompiler, give_back_memory
@@ -26,123 +26,117 @@ A, B = (Program("decode", rows, rows) for rows in (1, 2))
 class Made(Programs):
     """Programs that are made by waiting: `begun` says which, and each waits until it is let go.
 
-    `lowered` says which were lowered, and on which thread.
+    `traced` says which were traced, and on which thread.
     """
 
     def __init__(self) -> None:
-        model, config, _ = load(NAME)
-        super().__init__(model, config)
+        engine = make_engine(NAME)
+        super().__init__(engine.programs.model, engine.programs.shapes)
         self.begun: list[str] = []
-        self.lowered: list[tuple[str, str]] = []
+        self.traced: list[tuple[str, str]] = []
         self.started, self.go, self.error = threading.Event(), threading.Event(), None
 
-    def identity(self, program, arguments):
-        return ""
+    def _lower(self, program):
+        if self._lowered.pop(program, None) is None:
+            self.traced.append((str(program), threading.current_thread().name))
+        return True
 
-    def _jit(self, program, arguments):
-        return None
+    def _compile(self, name, lowered):
+        self.begun.append(name)
+        self.started.set()
+        assert self.go.wait(30)
+        if self.error is not None:
+            raise self.error
+        return lambda: name
 
-    def _lower(self, name, jitted, arguments, identity):
-        self.lowered.append((name, threading.current_thread().name))
 
-        def compile_():
-            self.begun.append(name)
-            self.started.set()
-            assert self.go.wait(30)
-            if self.error is not None:
-                raise self.error
-            return lambda: name
-
-        return compile_
+def compiler(programs, *wanted):
+    background = BackgroundCompiler(programs)
+    background.add(wanted)
+    return background
 
 
 def test_a_step_waits_for_the_program_under_way_and_nothing_is_compiled_twice():
     programs = Made()
-    background = BackgroundCompiler(programs, [(A, ()), (B, ())])
+    background = compiler(programs, A, B)
     assert programs.started.wait(30)
+    assert programs.under_way
     threading.Timer(0.05, programs.go.set).start()
-    assert programs.get(A, ())() == str(A)
-    assert programs.get(B, ())() == str(B)
-    background.close()
+    assert programs.get(A)() == str(A)
+    assert programs.get(B)() == str(B)
+    assert background.wait(30)
     assert sorted(programs.begun) == sorted(map(str, (A, B))) and len(programs) == 2
+    assert not programs.under_way
 
 
-def test_what_is_held_back_begins_when_it_is_released_and_ends_with_a_stop():
-    programs = Made()
-    programs.go.set()
-    background = BackgroundCompiler(programs, [(A, ()), (B, ())], hold=True)
-    programs.get(A, ())
-    background._thread.join(0.2)
-    assert programs.begun == [str(A)] and background.under_way
-    background.release()
-    assert programs.get(B, ())() == str(B)
-    background.close()
-    held = BackgroundCompiler(Made(), [], hold=True)
-    held.close()
-    waiting = Made()
-    waiting.go.set()
-    held = BackgroundCompiler(waiting, [(A, ()), (B, ())], hold=True)
-    held.close()
-    assert waiting.begun in ([], [str(A)])
-
-
-def test_of_what_is_held_back_the_first_is_lowered_by_the_caller_and_compiled_behind_it():
+def test_what_is_traced_before_is_only_compiled_behind():
     programs, caller = Made(), threading.current_thread().name
-    background = BackgroundCompiler(programs, [(A, ()), (B, ())], hold=True)
-    assert programs.lowered == [(str(A), caller)] and not programs.compiled()
+    programs.trace(A)
+    assert programs.traced == [(str(A), caller)] and not programs.compiled()
     programs.go.set()
-    assert programs.get(A, ())() == str(A)
-    background.release()
-    background._thread.join(30)
-    assert programs.lowered == [(str(A), caller), (str(B), "jaxinfer-compile")]
-    background.close()
+    background = compiler(programs, A)
+    assert background.wait(30)
+    background.add([B])  # the thread had ended
+    assert background.wait(30)
+    assert programs.traced == [(str(A), caller), (str(B), "jaxinfer-compile")]
+    assert set(programs.compiled()) == {A, B}
 
 
-def test_a_program_that_cannot_be_lowered_is_said_and_left_to_the_step_that_needs_it(caplog):
+def test_a_program_that_cannot_be_traced_is_said_and_left_to_the_step_that_needs_it(caplog):
     programs = Made()
     programs.go.set()
-    programs._lower = lambda *arguments: 1 / 0  # type: ignore[method-assign]
-    background = BackgroundCompiler(programs, [(A, ())], hold=True)
-    background.close()
+    programs._lower = lambda program: 1 / 0  # type: ignore[method-assign]
+    compiler(programs, A).wait(30)
     assert "division by zero" in caplog.text
     with pytest.raises(ZeroDivisionError):
-        programs.get(A, ())
+        programs.get(A)
     del programs._lower
-    assert programs.get(A, ())() == str(A)
+    assert programs.get(A)() == str(A)
 
 
 def test_a_failure_is_raised_to_the_step_that_waits_and_the_next_one_tries_again(caplog):
     programs = Made()
     programs.error = RuntimeError("no room")
-    background = BackgroundCompiler(programs, [(A, ())])
+    background = compiler(programs, A)
     assert programs.started.wait(30)
     threading.Timer(0.05, programs.go.set).start()
     with pytest.raises(RuntimeError, match="no room"):
-        programs.get(A, ())
+        programs.get(A)
     background.close()
     programs.error = None
-    assert programs.get(A, ())() == str(A)
+    assert programs.get(A)() == str(A)
     assert "no room" in caplog.text and programs.begun == [str(A)] * len(programs.begun)
 
 
-def test_stop_begins_no_further_program():
+def test_close_begins_no_further_program_and_waits_for_the_one_under_way():
     programs = Made()
-    background = BackgroundCompiler(programs, [(A, ()), (B, ())])
+    background = compiler(programs, A, B)
     assert programs.started.wait(30)
-    background.stop()
-    programs.go.set()
+    threading.Timer(0.05, programs.go.set).start()
     background.close()
-    assert programs.begun == [str(A)]
+    assert programs.begun == [str(A)] and set(programs.compiled()) == {A}
+    background.add([B])
+    assert background.wait(30) and programs.begun == [str(A)]
+
+
+def test_programs_that_nobody_has_any_more_are_not_compiled():
+    programs = Made()
+    programs.go.set()
+    begun = programs.begun
+    background = BackgroundCompiler(programs)
+    del programs
+    gc.collect()
+    background.add([A])
+    assert background.wait(30) and not begun
 
 
 def test_the_rest_is_compiled_behind_the_first_token_with_the_variant_in_use_first():
     buckets = replace(BUCKETS, prefill=((32, 4),), decode=(4,), multi_step=(4,))
     engine = make_engine("planted", buckets=buckets, steps=1, background_compile=True)
     generate(engine, ([5, 6, 7], greedy_params(6, ignore_eos=True)))
-    background = engine._background
-    assert background is not None
-    background._thread.join(240)
-    assert [program.variant for program, _ in background._jobs] == ["greedy"] * 2 + ["sample"] * 2
+    assert engine._background is not None
+    assert engine._background.wait(240)
+    assert [program.variant for program in engine.programs.compiled()] == ["greedy"] * 2 + ["sample"] * 2
     assert len(engine.programs) == len(engine.config.buckets.programs()) == 4
     seconds = engine.programs.compile_seconds
     generate(engine, ([8, 9], SamplingParams(max_tokens=6, ignore_eos=True)))  # runs on what was compiled
@@ -150,36 +144,18 @@ def test_the_rest_is_compiled_behind_the_first_token_with_the_variant_in_use_fir
     drain(engine)
 
 
-def test_what_a_first_prompt_needs_is_compiled_while_its_weights_are_read():
-    """The engine has shapes in place of weights then; its tokens are those of an engine that had them at once."""
-    model, config, weights = load(NAME)
+def test_what_a_first_prompt_needs_is_compiled_from_shapes_of_weights():
+    """While weights are read; the tokens are those of programs that had them at once."""
     plain = make_engine(NAME)
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), weights)
-    engine = Engine(model, config, shapes, plain.spec, plain.config, compile_first=True)
-    assert engine._first is not None
-    prefill, decode = BUCKETS.first_programs()
-    deadline = time.monotonic() + 240
-    while not engine.programs.compiled() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert set(engine.programs.compiled()) == {prefill}
-    engine.take_weights(weights)
-    engine._first._thread.join(240)
-    first = set(engine.programs.compiled())
-    assert first == {prefill, decode}
+    shapes = plain.programs.shapes
+    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(shapes.weights))
+    programs = Programs(plain.programs.model, shapes, matmul_precision="highest")
+    first = BUCKETS.first_programs()
+    assert compiler(programs, *first).wait(240)
+    engine = Engine(programs, plain.weights, plain.config)
     request = [5, 6, 7], greedy_params(9, ignore_eos=True)
     assert generate(engine, request) == generate(plain, request)
-    assert set(engine.programs.compiled()) == first
-
-
-def test_what_a_first_run_frees_is_given_back_once_for_each_program(monkeypatch):
-    calls: list[int] = []
-    monkeypatch.setattr("jaxinfer.engine.give_back_memory", lambda: calls.append(1))
-    engine = make_engine(NAME)
-    generate(engine, ([5, 6, 7], greedy_params(9, ignore_eos=True)))
-    drain(engine)
-    assert len(calls) == 2  # a prefill and a decode
-    generate(engine, ([8, 9, 4], greedy_params(9, ignore_eos=True)))
-    assert len(calls) == 2
+    assert set(engine.programs.compiled()) == set(first)
 
 
 SHORT = """

@@ -205,7 +205,7 @@ def test_a_compile_after_warmup_is_logged_with_its_shape(caplog):
     engine = make_engine("planted", num_pages=90)
     engine.programs.warm = True
     with caplog.at_level(logging.WARNING):
-        engine.programs.get(Program("decode", 1, 1), engine._warmup_arguments(Program("decode", 1, 1)))
+        engine.programs.get(Program("decode", 1, 1))
     assert "decode[1,1] greedy was not among those compiled at warm-up" in caplog.text
 
 
@@ -213,7 +213,7 @@ def test_a_compile_after_warmup_raises_when_strict():
     engine = make_engine("planted", strict=True)
     engine.programs.warm = True
     with pytest.raises(RuntimeError, match=r"decode\[1,1\] greedy.*strict_compile"):
-        engine.programs.get(Program("decode", 1, 1), engine._warmup_arguments(Program("decode", 1, 1)))
+        engine.programs.get(Program("decode", 1, 1))
 
 
 def test_the_cache_is_donated_and_exists_once():

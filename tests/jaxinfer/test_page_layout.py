@@ -55,8 +55,7 @@ def test_every_program_keeps_the_layout_and_the_buffer(monkeypatch):
     pointers = {page.unsafe_buffer_pointer() for page in engine._cache.pages}
     outputs = engines.generate(engine, *requests)
     nowhere = np.zeros(16, np.int32)  # the null page over itself
-    arguments = engine._cache, nowhere, nowhere
-    engine._cache = engine.programs.helper(kv.copy_pages, arguments)(*arguments)
+    engine._cache = engine.programs.helper(kv.copy_pages)(engine._cache, nowhere, nowhere)
     kinds = {(program.kind, program.num_steps) for program in engine.programs.compiled()}
     assert {("prefill", 1), ("decode", engines.STEPS)} <= kinds
     for page in engine._cache.pages:

@@ -31,7 +31,7 @@ BUCKETS = Buckets(prefill=((64, 16),), decode=(16,), decode_steps=1, multi_step=
 def allocated(llm, program):
     """(weights, pool, all) of an engine in bytes, its temporaries as the compiler reports them."""
     engine = llm.engine
-    executable = engine.programs.get(program, engine._warmup_arguments(program))
+    executable = engine.programs.get(program)
     weights, pool, rows = (
         sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
         for tree in (engine.weights, engine._cache, engine._rows)
@@ -64,9 +64,7 @@ def test_weights_and_pool_are_what_the_engine_allocates_and_the_total_is_near(en
 def test_compiled_temporaries_are_those_of_the_engines_program(engine):
     """From shapes alone, without weights."""
     found = temporaries.compiled(engine.resolved)
-    executable = engine.engine.programs.get(
-        Program("prefill", 64, 16), engine.engine._warmup_arguments(Program("prefill", 64, 16))
-    )
+    executable = engine.engine.programs.get(Program("prefill", 64, 16))
     assert found >= executable.memory_analysis().temp_size_in_bytes > 0
     assert found < 1.5 * executable.memory_analysis().temp_size_in_bytes
 

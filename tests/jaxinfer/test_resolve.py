@@ -52,15 +52,12 @@ def test_llm_compile_and_plan_name_equal_programs(models, name):
     chosen = SIZES | changes
     with LLM(models[kind], tokenizer=TOKENIZER, background_compile=False, **chosen) as llm:
         engine = llm.engine
-        ours = {str(p): engine.programs.identity(p, engine._warmup_arguments(p))
-                for p in engine.config.buckets.programs()}  # fmt: skip
+        ours = {str(p): engine.programs.identity(p) for p in engine.config.buckets.programs()}
         cpu = facts_of(jax.devices()[0])
         planned = resolve(LLMOptions(**chosen), named_facts(models[kind]), cpu)
         for theirs in (build.build(str(models[kind]), chosen, cpu), planned, llm.resolved):
             compiler = theirs.compiler()
-            assert ours == {
-                name: compiler.identity(p, theirs.arguments(p)) for name, p in theirs.programs().items()
-            }
+            assert ours == {name: compiler.identity(p) for name, p in theirs.programs().items()}
         assert planned.lines()[:-2] == llm.resolved.lines()[:-2]  # but for the memory that is free
 
 

@@ -3,8 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-import jax
-
 from jaxinfer.device_facts import DeviceFacts
 from jaxinfer.model_source import named_facts
 from jaxinfer.options import SHAPES, LLMOptions
@@ -25,8 +23,3 @@ def build(model: str, options: Mapping[str, Any], device: DeviceFacts) -> Resolv
     if other := sorted(set(options) - set(SHAPES)):
         raise TypeError(f"{other[0]} changes no program; options of compile are {', '.join(SHAPES)}")
     return resolve(settings, named_facts(model), device, must_fit=False)
-
-
-def placed(tree: Any, sharding: jax.sharding.Sharding | None) -> Any:
-    """The shapes of a tree of arrays or shapes, with a sharding; None leaves them to the default device."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)

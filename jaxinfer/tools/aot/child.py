@@ -29,11 +29,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jaxinfer import weight_forms
 from jaxinfer.device_facts import DeviceFacts, facts_of
-from jaxinfer.engine import helper_arguments
 from jaxinfer.programs import compile_cache, saved_programs
 from jaxinfer.resolve import Resolved
 from jaxinfer.tools.aot import gpu_targets, hlo, targets
-from jaxinfer.tools.aot.build import build, placed
+from jaxinfer.tools.aot.build import build
 from jaxinfer.tools.aot.gpu_resources import kernel_resources
 from jaxinfer.tools.planner import hardware
 from jaxinfer.wording import first_line
@@ -156,11 +155,10 @@ class Child:
         program = found.programs()[request["program"]]
         record: dict[str, Any] = {"program": request["program"], "usable_bytes": self.usable}
         start = time.perf_counter()
-        compiler = found.compiler()
+        compiler = found.compiler(sharding=self._sharding)
         try:
             with self._for_target():
-                arguments = placed(found.arguments(program), self._sharding)
-                compiled: Any = compiler.get(program, arguments)
+                compiled: Any = compiler.get(program)
         except NotImplementedError as error:
             result = "refused" if "implementation" in str(error) else "rejected"
             return record | {"result": result, "why": first_line(error, 600)}
@@ -171,8 +169,8 @@ class Child:
         if record["total_bytes"] > self.usable:  # only the TPU compiler looks at the memory itself
             record |= {"result": "too large", "needed_bytes": record["total_bytes"]}
         if request.get("save"):
-            identity = compiler.identity(program, arguments)
-            again = partial(found.compiler().get, program, arguments)
+            identity = compiler.identity(program)
+            again = partial(found.compiler(sharding=self._sharding).get, program)
             jobs: dict[str, Job] = {str(program): (identity, compiled, again)}
             with self._for_target():
                 jobs |= self._helpers(found)
@@ -203,13 +201,11 @@ class Child:
         if found in self._with_helpers:
             return {}
         self._with_helpers.append(found)
-        _, cache, rows = found.state()
+        compiler, anew = (found.compiler(sharding=self._sharding) for _ in range(2))
         jobs: dict[str, Job] = {}
-        for function, shapes in helper_arguments(cache, rows).items():
-            arguments = placed(shapes, self._sharding)
-            identity = saved_programs.identity(function.__name__, arguments)
-            again = partial(found.compiler().helper, function, arguments)
-            jobs[function.__name__] = identity, found.compiler().helper(function, arguments), again
+        for function in compiler.shapes.of_helpers():
+            identity, again = compiler.helper_identity(function), partial(anew.helper, function)
+            jobs[function.__name__] = identity, compiler.helper(function), again
         return jobs
 
     def _for_target(self) -> contextlib.AbstractContextManager:

@@ -44,7 +44,7 @@ def compiled(resolved: "Resolved") -> int:
     """
     programs, needed = resolved.compiler(), 0
     for program in _largest(resolved.buckets):
-        executable: Any = programs.get(program, resolved.arguments(program))
+        executable: Any = programs.get(program)
         needed = max(needed, executable.memory_analysis().temp_size_in_bytes)
     return needed
 
