@@ -491,7 +491,10 @@ class Engine:
         record.done = self.clock() if done is None else done.get()
         for piece, piece_scores in zip(pieces, scores, strict=True):
             logprobs.take_prompt_scores(piece, piece_scores)
-        accepted = self.scheduler.commit(scheduled, host.tokens.T[: len(scheduled.rows)].tolist())
+        num_rows = len(scheduled.rows)
+        # A NaN in a chunk may reach tokens before it too (0 x NaN, where attention masks): no prefix for others.
+        shareable = (host.peak < np.inf).all(axis=0)[:num_rows].tolist()
+        accepted = self.scheduler.commit(scheduled, _drawn(host, num_rows), shareable)
         now = self.clock()
         advances = []
         for b, (row, count) in enumerate(zip(scheduled.rows, accepted, strict=True)):
@@ -505,9 +508,15 @@ class Engine:
                 metrics.num_output_tokens = seq.num_output_tokens
                 if seq.request.num_logprobs is not None:
                     logprobs.take_logprobs(seq, host, b, count)
+            if count < row.num_samples and not seq.finished:
+                why = sample.why_no_token(float(host.peak[count, b]))
+                seq.error = seq.error or f"output token {seq.num_output_tokens + 1} cannot be drawn: {why}"
+            failed = seq.error is not None and seq in self._unfinished
+            if failed:
+                self.scheduler.finish(seq, "error")
             if seq.finished:
                 self._settle(seq, now)
-            if count or (seq.finished and row.num_samples == 0):
+            if count or failed or (seq.finished and row.num_samples == 0):
                 advances.append(Advance(seq, count))
         self._account(scheduled, accepted, record)
         if not self._asked_for_all and any(accepted):
@@ -612,6 +621,16 @@ class Engine:
         for leaf in jax.tree.leaves(trees):
             if isinstance(leaf, jax.Array) and not leaf.is_deleted():
                 leaf.delete()
+
+
+def _drawn(output: SampleOutput, num_rows: int) -> list[list[int]]:
+    """The tokens that each row drew in a step, up to the first that is none: see `SampleOutput.peak`."""
+    tokens = output.tokens.T[:num_rows].tolist()
+    is_token = np.isfinite(output.peak)  # [k, B]
+    if not is_token.all():
+        counts = np.cumprod(is_token, axis=0).sum(axis=0)
+        tokens = [ids[:count] for ids, count in zip(tokens, counts, strict=False)]
+    return tokens
 
 
 def _name(seq: Sequence) -> str:

@@ -86,7 +86,8 @@ class LLM:
 
     A sequence ends, in this order: at an end id of the model unless `ignore_eos` (finish_reason "stop", stop_reason
     None), at one of `stop_token_ids` ("stop", the id), at a stop string ("stop", the string), or at `max_tokens` or
-    `max_model_len` ("length"). None but the last before `min_tokens` tokens: number min_tokens + 1 is the first
+    `max_model_len` ("length"). One that has no token to draw, or whose logits are not finite, ends with "error"
+    anywhere. None but the last before `min_tokens` tokens: number min_tokens + 1 is the first
     that may end it. The end ids of a model (`end_token_ids`) are united from the tokenizer's EOS,
     `eos_token_id` of generation_config.json and config.json, and a GGUF file's eos, eot and eom ids.
 
@@ -226,8 +227,9 @@ class LLM:
           priority: per prompt; lower runs first.
 
         Raises:
-          ValueError: the prompt cannot run. In a list of prompts a bad one fails alone: its output has
-            `error` and no `outputs`.
+          ValueError: the prompt cannot run, or ends with an error: no token is left to draw, or the logits are
+            not finite. In a list of prompts a bad one fails alone: its output has `error`, and no `outputs`, or
+            those that ended with finish_reason "error" as far as they came.
         """
         many, single = prompts_.one_or_many(prompts)
         return self._finish(self._submit(many, sampling_params, priority), use_tqdm, single)
@@ -241,7 +243,8 @@ class LLM:
     ) -> Outputs:
         """Like `generate`, as it happens: an output whenever one has grown, with all of its text so far.
 
-        The last output of each request has `finished=True`. What is left is aborted when the stream is closed or
+        The last output of each request has `finished=True`, and `error` if it failed on the way.
+        What is left is aborted when the stream is closed or
         dropped, read or not.
         """
         many, single = prompts_.one_or_many(prompts)
@@ -322,7 +325,7 @@ class LLM:
 
         Raises:
           ValueError: a pair cannot be scored; it is named, and nothing is computed.
-          RuntimeError: a step failed that another thread ran.
+          RuntimeError: the logits of a pair are not finite, or a step failed that another thread ran.
         """
         params = SamplingParams(temperature=0, max_tokens=0, prompt_logprobs=0, detokenize=False)
         pairs = prompts_.encode_pairs(self.tokenizer, prompts, continuations, self.max_model_len)
@@ -341,9 +344,9 @@ class LLM:
             self._run(records, "score", use_tqdm)
         finally:
             self._loop.leave(records)
-        failed = [record.error for record in records if record.error is not None]
-        if failed:
-            raise RuntimeError(failed[0])
+        for i, record in zip(order, records, strict=True):
+            if record.error is not None:
+                raise RuntimeError(f"pair {i}: {record.error}")
         results = {i: record.loglikelihood() for i, record in zip(order, records, strict=True)}
         return [results[i] for i in range(len(pairs))]
 
@@ -439,6 +442,7 @@ class LLM:
             self._run(records, "generate", use_tqdm)
         finally:
             self._loop.leave(records)
+        _raise_single(records, single)
         return [record.output() for record in records]
 
     def _run(self, records: list[Record], name: str, use_tqdm: bool) -> None:

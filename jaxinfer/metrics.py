@@ -188,7 +188,7 @@ class Metrics:
     def add_request(self, metrics: RequestMetrics, finish_reason: str | None) -> None:
         """A sequence has ended. Latencies are of those that came to their end."""
         self.num_finished[finish_reason or "abort"] += 1
-        if finish_reason == "abort":
+        if finish_reason in ("abort", "error"):
             return
         for name in ("queue_s", "ttft_s", "tpot_s", "e2e_s"):
             value = getattr(metrics, name)

@@ -358,13 +358,14 @@ class Sequence:
     claims: set[bytes | str] = field(default_factory=set)  # prefixes it computes while others wait for them
     num_cached_tokens: int = 0  # prompt tokens not computed, at first admission
     num_preemptions: int = 0
-    finish_reason: str | None = None  # "stop", "length" or "abort"
+    finish_reason: str | None = None  # "stop", "length", "abort" or "error"
     stop_reason: int | str | None = None  # the stop id or stop string; None for an end id of the model
     # Filled by the engine:
     metrics: RequestMetrics | None = None
     logprobs: "list[dict[int, Logprob]] | LogprobArrays" = field(default_factory=list)
     prompt_logprobs: "list[dict[int, Logprob] | None] | LogprobArrays" = field(default_factory=list)
     cumulative_logprob: float = 0.0
+    error: str | None = None  # why a token could not be drawn or scored, and which
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.request.prompt_token_ids)
@@ -451,7 +452,8 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics | None = None
     num_cached_tokens: int = 0
-    error: str | None = None  # why this request was refused, its neighbours unaffected
+    # Why this request was refused (no outputs then), or could not go on (finish_reason "error"), neighbours unaffected.
+    error: str | None = None
     seed: int | None = None  # what it drew from: SamplingParams(seed=...) with it repeats the outputs
 
 

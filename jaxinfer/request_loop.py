@@ -177,12 +177,19 @@ class RequestLoop:
                         self.engine.finish(seq, "stop", stop_string, num_tokens)
                     if seq.finish_reason is not None:
                         del self.records[seq]
+                    if seq.error is not None:
+                        self._end_with_error(record, seq)
                     record.notify()
             except BaseException as error:
                 self._fail(f"a step failed: {type(error).__name__}: {error}")
                 raise
             finally:
                 self._stepping = False
+
+    def _end_with_error(self, record: Record, seq: Sequence) -> None:
+        """One sample has failed: its request ends, with the other samples as far as they have come."""
+        record.error = seq.error if len(record.sequences) == 1 else f"sample {seq.index}: {seq.error}"
+        self.abort(record.request_id)
 
     def _fail(self, message: str) -> None:
         """Ends all that is unfinished with an error."""

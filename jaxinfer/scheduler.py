@@ -163,8 +163,12 @@ class Scheduler:
         self._in_flight.append(step)
         return step
 
-    def commit(self, step: ScheduledStep, sampled: Seq[Seq[int]]) -> list[int]:
+    def commit(
+        self, step: ScheduledStep, sampled: Seq[Seq[int]], shareable: Seq[bool] | None = None
+    ) -> list[int]:
         """Takes in what the oldest step in flight sampled: `sampled[i]` for `rows[i]`, extra ids ignored.
+
+        `shareable[i]` (None: all are) says whether what `rows[i]` wrote may serve others with the same prefix.
 
         Returns how many of each row were accepted: none past an end, none for prompt chunks and for sequences
         that ended meanwhile.
@@ -172,7 +176,8 @@ class Scheduler:
         if not self._in_flight or self._in_flight[0] is not step:
             raise ValueError("steps are committed once each, in the order in which they were scheduled")
         self._in_flight.popleft()
-        accepted = [self._commit_row(row, ids) for row, ids in zip(step.rows, sampled, strict=True)]
+        shared = [True] * len(step.rows) if shareable is None else shareable
+        accepted = [self._commit_row(*each) for each in zip(step.rows, sampled, shared, strict=True)]
         self.running = [seq for seq in self.running if seq.status is SequenceStatus.RUNNING]
         return accepted
 
@@ -378,7 +383,7 @@ class Scheduler:
 
     # Results
 
-    def _commit_row(self, row: ScheduledRow, sampled: Seq[int]) -> int:
+    def _commit_row(self, row: ScheduledRow, sampled: Seq[int], shareable: bool) -> int:
         seq = row.seq
         seq.num_steps_in_flight -= 1
         seq.num_pending_tokens -= row.num_samples
@@ -390,7 +395,7 @@ class Scheduler:
                     break
             if row.start + row.num_tokens == seq.max_total_tokens:  # max_tokens=0: the prompt was scored
                 seq.finish_reason = "length"
-        if seq.status is SequenceStatus.RUNNING:
+        if seq.status is SequenceStatus.RUNNING and shareable:
             self._register(seq, row.start + row.num_tokens + max(0, num_accepted - 1))
         if seq.finish_reason is not None and not seq.finished:
             self._leave(seq, SequenceStatus.FINISHED)

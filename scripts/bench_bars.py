@@ -105,8 +105,8 @@ class NoDevice:
 
         shape = program.num_steps, program.num_rows
         if shape not in self._tokens:
-            self._tokens[shape] = jnp.full(shape, 7, jnp.int32)
-        output = StepOutput(SampleOutput(self._tokens[shape]), None)
+            self._tokens[shape] = SampleOutput(jnp.full(shape, 7, jnp.int32), jnp.zeros(shape))
+        output = StepOutput(self._tokens[shape], None)
         return lambda weights, cache, rows, *rest: (output, cache, rows)
 
     def helper(self, function: Any) -> Any:

@@ -42,7 +42,7 @@ def follow(
 ) -> Run:
     """Reads a stream to its end; writes what `show` makes of its first sample to stdout as it grows.
 
-    Raises RuntimeError if the request was aborted.
+    Raises RuntimeError if the request failed or was aborted.
     """
     before = llm.engine.programs.compile_seconds
     compile_before_first, written, output = None, 0, None
@@ -56,6 +56,8 @@ def follow(
             written = len(text)
     if show is not None:
         print(flush=True)
+    if output is not None and output.error is not None:
+        raise RuntimeError(output.error)
     if output is None or any(sample.finish_reason == "abort" for sample in output.outputs):
         raise RuntimeError("the request was aborted before it was done")
     return Run(output, compile_before_first or 0.0, llm.engine.programs.compile_seconds - before)

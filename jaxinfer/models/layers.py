@@ -22,9 +22,13 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
       x: [..., D].
       weight: f32[D].
       eps: added to the mean of squares.
+
+    Returns:
+      [..., D] in x's dtype; NaN where the squares overflow, whose reciprocal root would make zeros of them.
     """
     x32 = x.astype(jnp.float32)
-    scale = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    mean = jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps
+    scale = jnp.where(jnp.isinf(mean), jnp.nan, jax.lax.rsqrt(mean))
     return (x32 * scale * weight).astype(x.dtype)
 
 

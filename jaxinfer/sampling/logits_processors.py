@@ -68,6 +68,21 @@ class ProcessorArgs:
         return arrays
 
 
+def checked(processor: Any, logits: Any, shape: tuple[int, ...]) -> Any:
+    """What a processor returned, while a step is traced.
+
+    Raises:
+      ValueError: it is not f32 of the shape [B, V] that the processor was given.
+    """
+    got = f"{getattr(logits, 'dtype', type(logits).__name__)}{list(getattr(logits, 'shape', ()))}"
+    if got != f"float32{list(shape)}":
+        name = getattr(processor, "__qualname__", None) or type(processor).__name__
+        raise ValueError(
+            f"the logits processor {name} returned {got}; it was given float32{list(shape)} and must return the same"
+        )
+    return logits
+
+
 def _array(key: str, value: Any) -> np.ndarray:
     """A number, or a list of numbers of one length, as bool, int32 or float32."""
     try:

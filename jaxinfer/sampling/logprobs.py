@@ -15,7 +15,7 @@ import numpy as np
 from jaxinfer.programs.buckets import Program, score_program
 from jaxinfer.request import MAX_LOGPROBS, Logprob, Sequence
 from jaxinfer.sampling.logprob_arrays import LogprobArrays, TokenLogprobs
-from jaxinfer.sampling.sample import SampleOutput
+from jaxinfer.sampling.sample import SampleOutput, why_no_token
 from jaxinfer.scheduler import ScheduledRow, ScheduledStep
 
 
@@ -105,11 +105,18 @@ def dispatch_prompt_scores(
 
 
 def take_prompt_scores(piece: PromptPiece, host: SampleOutput) -> None:
-    """Appends to `seq.prompt_logprobs`: `host` is the output of `piece`, read from the device."""
+    """Appends to `seq.prompt_logprobs`: `host` is the output of `piece`, read from the device.
+
+    Sets `seq.error` where a logprob is none, since the logits are not finite.
+    """
     for seq, places in itertools.groupby(enumerate(piece.places), key=lambda place: place[1][0]):
         taken = seq.prompt_logprobs
         # Those before the end of what is there were scored before a preemption.
         new = [(b, index) for b, (_, index) in places if index >= len(taken)]
+        for b, index in new:
+            why = why_no_token(float(host.peak[b]))
+            if why is not None and seq.error is None:
+                seq.error = f"prompt token {index + 1} cannot be scored: {why}"
         if isinstance(taken, LogprobArrays):
             if new:
                 tokens = [seq.token_ids[index] for _, index in new]

@@ -7,6 +7,7 @@ device. They depend on nothing else, so a request draws the same numbers in any 
 after a preemption.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
@@ -19,6 +20,7 @@ from jax import Array, lax
 
 from jaxinfer.request import GREEDY_BELOW
 from jaxinfer.sampling.filters import Filters, argmax, best_tokens, draw, find_cut, keep_mask
+from jaxinfer.sampling.logits_processors import checked
 from jaxinfer.sampling.penalties import Extras, apply_extras, asks_for_extras, build_extras
 
 Variant = Literal["greedy", "sample", "any", "full"]
@@ -109,11 +111,25 @@ class SampleOutput:
     """The chosen tokens, and their logprobs where asked for. Alternatives are in the order of filters.py."""
 
     tokens: Array  # i32[B]
+    # f32[B], the largest logit that could be drawn. Not finite: the token has no meaning; `why_no_token` says why.
+    peak: Array
     logprob: Array | None = None  # f32[B] of the chosen token
     rank: Array | None = None  # i32[B] 1 + the number of tokens before the chosen one
     top_ids: Array | None = None  # i32[B, k]
     top_logprobs: Array | None = None  # f32[B, k]; -inf for tokens that a filter removed
     label_logprobs: Array | None = None  # f32[B, Q] of logprob_token_ids
+
+
+def why_no_token(peak: float) -> str | None:
+    """Why a row with this `SampleOutput.peak` has no token, for the user; None: it has one."""
+    if math.isfinite(peak):
+        return None
+    if peak == -math.inf:
+        return (
+            "no token is left: allowed_token_ids, bad_words, min_tokens, logit_bias and logits processors together "
+            "rule out all of the vocabulary"
+        )
+    return "the logits are not finite (NaN or infinity): the weights, a penalty or a logits processor makes them so"
 
 
 def variant_of(rows: Sequence[SamplingRow]) -> Variant:
@@ -199,10 +215,10 @@ def sample(
     if logits_processors:
         here = RowState(rows.last_token[row_ids], rows.token_ids[row_ids], positions)
         for processor in logits_processors:
-            logits = processor(logits, here, processor_params)
+            logits = checked(processor, processor(logits, here, processor_params), logits.shape)
 
     if variant == "greedy":
-        tokens = argmax(logits)
+        tokens, peak = argmax(logits)
         temperature = jnp.zeros(logits.shape[0], jnp.float32)
         filters = Filters(jnp.ones_like(tokens), jnp.ones_like(temperature), jnp.zeros_like(temperature))
     elif batch is None:
@@ -210,16 +226,17 @@ def sample(
     else:
         temperature, filters = batch.temperature, _filters(batch, logits.shape[1])
 
-        def draw_tokens() -> Array:
+        def draw_tokens() -> tuple[Array, Array]:
             keys = purpose_keys(batch.key, positions, SAMPLE)
             return draw(logits, _positive(temperature), filters, keys, rows_at_once)
 
         if variant == "any":
-            tokens = lax.cond(jnp.all(temperature < GREEDY_BELOW), lambda: argmax(logits), draw_tokens)
+            is_greedy = jnp.all(temperature < GREEDY_BELOW)
+            tokens, peak = lax.cond(is_greedy, lambda: argmax(logits), draw_tokens)
         else:
-            tokens = draw_tokens()
+            tokens, peak = draw_tokens()
     if num_logprobs is None and logprob_token_ids is None:
-        return SampleOutput(tokens)
+        return SampleOutput(tokens, peak)
 
     scores = raw
     if logprobs_mode == "processed":
@@ -227,7 +244,8 @@ def sample(
         # The draw and the cut sum in another order: at the edge of top_p they may differ by one token.
         keep |= jnp.arange(logits.shape[1]) == tokens[:, None]
         scores = jnp.where(keep, logits / _positive(temperature)[:, None], -jnp.inf)
-    return with_logprobs(tokens, scores, num_logprobs or 0, logprob_token_ids)
+    output = with_logprobs(tokens, scores, num_logprobs or 0, logprob_token_ids)
+    return output.replace(peak=jnp.where(jnp.isfinite(peak), output.peak, peak))
 
 
 def _filters(batch: SamplingBatch, vocab_size: int) -> Filters:
@@ -244,7 +262,10 @@ def _positive(temperature: Array) -> Array:
 def with_logprobs(
     tokens: Array, scores: Array, num_logprobs: int, labels: Array | None = None
 ) -> SampleOutput:
-    """Logprobs under the softmax of scores f32[B, V]: of tokens i32[B], the best ones, and labels i32[B, Q]."""
+    """Logprobs under the softmax of scores f32[B, V]: of tokens i32[B], the best ones, and labels i32[B, Q].
+
+    `peak` is the log-sum-exp of the scores here, which is finite where the logprobs are.
+    """
     log_total = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
     chosen = jnp.take_along_axis(scores, tokens[:, None], axis=1)
     ids = jnp.arange(scores.shape[1])
@@ -252,6 +273,7 @@ def with_logprobs(
     top_scores, top_ids = best_tokens(scores, num_logprobs)
     return SampleOutput(
         tokens=tokens,
+        peak=log_total[:, 0],
         logprob=(chosen - log_total)[:, 0],
         rank=1 + jnp.sum(before, axis=-1, dtype=jnp.int32),
         top_ids=top_ids,

@@ -108,6 +108,11 @@ class Worker:
                         results[i] = _result(record)
                 else:
                     for task, answer in window.step():
+                        if answer.error is not None:
+                            key = task.custom_id
+                            record = responses.failure(key, task.line, "failed", answer.error)
+                            results[task.line] = _result(record)
+                            continue
                         # `created` is 0, so that a batch that is done again gives the same.
                         record = responses.success(
                             task, answer, self._llm.tokenizer, model=self._model, created=0

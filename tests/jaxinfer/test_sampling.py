@@ -26,6 +26,7 @@ from jaxinfer.sampling.sample import (
     sample,
     set_row,
     variant_of,
+    why_no_token,
 )
 
 LOGPROB_TOLERANCE = 1e-5
@@ -251,7 +252,9 @@ def test_all_spellings_of_greedy_are_the_argmax_with_the_lowest_id(vocab):
     logits[1, vocab // 2 :] = -0.0  # equal to 0.0
     logits[2, : vocab // 2] = -np.inf
     want = np.argmax(logits, -1)
-    np.testing.assert_array_equal(argmax(jnp.asarray(logits)), want)
+    tokens, peak = argmax(jnp.asarray(logits))
+    np.testing.assert_array_equal(tokens, want)
+    np.testing.assert_array_equal(peak, logits.max(-1))
     np.testing.assert_array_equal(_sample(logits, want, None, None, None, variant="greedy").tokens, want)
     for spelling in (
         dict(temperature=0.0),
@@ -656,3 +659,43 @@ def test_any_draws_what_greedy_and_sample_draw():
         best = np.argmax(logits, -1)
         np.testing.assert_array_equal(drawn[0][[0, 3]], best[[0, 3]])
         assert (rows is greedy) == bool(np.all(drawn[0] == best))
+
+
+NOT_FINITE = {
+    "one nan": ([150], np.nan),
+    "one nan of the other sign": ([3], -np.float32(np.nan)),
+    "one infinity": ([70], np.inf),
+    "all nan": (slice(None), np.nan),
+    "all infinite": (slice(None), np.inf),
+    "no candidate": (slice(None), -np.inf),
+}
+
+
+@pytest.mark.parametrize("kind", NOT_FINITE)
+@pytest.mark.parametrize("variant", ["greedy", "sample", "any", "full"])
+@pytest.mark.parametrize("num_logprobs", [None, 2])
+def test_the_peak_of_a_row_that_cannot_be_sampled_is_not_finite(kind, variant, num_logprobs):
+    """In every variant and with every filter; rows beside it draw as without it. Nothing hangs."""
+    rows = [row(seed=i, **fields) for i, fields in enumerate(DRAWS)]
+    if variant == "greedy":
+        rows = [row(temperature=0) for _ in DRAWS]
+    if variant == "full":
+        rows = [row(seed=i, **fields, presence_penalty=0.5) for i, fields in enumerate(DRAWS)]
+    logits = table(len(rows), scale=0.7)
+    clean = run(logits, rows, variant=variant, num_logprobs=num_logprobs)
+    assert np.isfinite(clean.peak).all()
+    where, value = NOT_FINITE[kind]
+    for parity in (0, 1):
+        bad = np.arange(len(rows)) % 2 == parity
+        spoilt = logits.copy()
+        for i in np.flatnonzero(bad):
+            spoilt[i, where] = value
+        found = run(spoilt, rows, variant=variant, num_logprobs=num_logprobs)
+        assert not np.isfinite(found.peak[bad]).any()
+        assert [why_no_token(float(peak)) is None for peak in found.peak] == (~bad).tolist()
+        assert (
+            np.array(["no token is left" in why_no_token(float(p)) for p in found.peak[bad]])
+            == (kind == "no candidate")
+        ).all()
+        np.testing.assert_array_equal(found.tokens[~bad], clean.tokens[~bad])
+        assert ((found.tokens >= 0) & (found.tokens < VOCAB)).all()

@@ -63,8 +63,10 @@ class Results:
             raise JournalError(f"more than {most} lines failed, the last one: line {line}: {message}")
 
     def add(self, task: Task, answer: RequestOutput) -> None:
-        """What came back for a line; `write` has it on the disk."""
-        if self._dump is None:
+        """What came back for a line; `write` has it on the disk. Raises as `fail`."""
+        if answer.error is not None:
+            self.fail(task.line, task.custom_id, "failed", answer.error)
+        elif self._dump is None:
             self._deliver(task, answer)
         else:
             self._dump.add(task, answer)
