@@ -491,10 +491,11 @@ class Engine:
         record.done = self.clock() if done is None else done.get()
         for piece, piece_scores in zip(pieces, scores, strict=True):
             logprobs.take_prompt_scores(piece, piece_scores)
-        num_rows = len(scheduled.rows)
+        num_rows, peak = len(scheduled.rows), host.peak
+        assert isinstance(peak, np.ndarray)
         # A NaN in a chunk may reach tokens before it too (0 x NaN, where attention masks): no prefix for others.
-        shareable = (host.peak < np.inf).all(axis=0)[:num_rows].tolist()
-        accepted = self.scheduler.commit(scheduled, _drawn(host, num_rows), shareable)
+        shareable = (peak < np.inf).all(axis=0)[:num_rows].tolist()
+        accepted = self.scheduler.commit(scheduled, _drawn(host.tokens, peak, num_rows), shareable)
         now = self.clock()
         advances = []
         for b, (row, count) in enumerate(zip(scheduled.rows, accepted, strict=True)):
@@ -509,7 +510,7 @@ class Engine:
                 if seq.request.num_logprobs is not None:
                     logprobs.take_logprobs(seq, host, b, count)
             if count < row.num_samples and not seq.finished:
-                why = sample.why_no_token(float(host.peak[count, b]))
+                why = sample.why_no_token(float(peak[count, b]))
                 seq.error = seq.error or f"output token {seq.num_output_tokens + 1} cannot be drawn: {why}"
             failed = seq.error is not None and seq in self._unfinished
             if failed:
@@ -623,14 +624,23 @@ class Engine:
                 leaf.delete()
 
 
-def _drawn(output: SampleOutput, num_rows: int) -> list[list[int]]:
-    """The tokens that each row drew in a step, up to the first that is none: see `SampleOutput.peak`."""
-    tokens = output.tokens.T[:num_rows].tolist()
-    is_token = np.isfinite(output.peak)  # [k, B]
+def _drawn(tokens: Any, peak: np.ndarray, num_rows: int) -> list[list[int]]:
+    """What each of the first rows drew in a step, up to the first that is no token: see `SampleOutput.peak`.
+
+    tokens, peak: [k, B].
+    """
+    tokens = tokens.T[:num_rows].tolist()
+    is_token = np.isfinite(peak)
     if not is_token.all():
         counts = np.cumprod(is_token, axis=0).sum(axis=0)
         tokens = [ids[:count] for ids, count in zip(tokens, counts, strict=False)]
     return tokens
+
+
+def _described(leaf: Any) -> str:
+    """dtype[shape] of an array, the type of anything else."""
+    is_array = hasattr(leaf, "dtype") and hasattr(leaf, "shape")
+    return f"{leaf.dtype}{list(leaf.shape)}" if is_array else f"a {type(leaf).__name__}"
 
 
 def _name(seq: Sequence) -> str:

@@ -15,7 +15,7 @@ import numpy as np
 from jaxinfer.programs.buckets import Program, score_program
 from jaxinfer.request import MAX_LOGPROBS, Logprob, Sequence
 from jaxinfer.sampling.logprob_arrays import LogprobArrays, TokenLogprobs
-from jaxinfer.sampling.sample import SampleOutput, why_no_token
+from jaxinfer.sampling.sample import NOT_FINITE, SampleOutput
 from jaxinfer.scheduler import ScheduledRow, ScheduledStep
 
 
@@ -107,16 +107,16 @@ def dispatch_prompt_scores(
 def take_prompt_scores(piece: PromptPiece, host: SampleOutput) -> None:
     """Appends to `seq.prompt_logprobs`: `host` is the output of `piece`, read from the device.
 
-    Sets `seq.error` where a logprob is none, since the logits are not finite.
+    Sets `seq.error` where a logprob is NaN.
     """
     for seq, places in itertools.groupby(enumerate(piece.places), key=lambda place: place[1][0]):
         taken = seq.prompt_logprobs
         # Those before the end of what is there were scored before a preemption.
         new = [(b, index) for b, (_, index) in places if index >= len(taken)]
+        assert host.logprob is not None
         for b, index in new:
-            why = why_no_token(float(host.peak[b]))
-            if why is not None and seq.error is None:
-                seq.error = f"prompt token {index + 1} cannot be scored: {why}"
+            if np.isnan(host.logprob[b]) and seq.error is None:
+                seq.error = f"prompt token {index + 1} cannot be scored: {NOT_FINITE}"
         if isinstance(taken, LogprobArrays):
             if new:
                 tokens = [seq.token_ids[index] for _, index in new]
@@ -127,8 +127,16 @@ def take_prompt_scores(piece: PromptPiece, host: SampleOutput) -> None:
 
 
 def take_logprobs(seq: Sequence, host: SampleOutput, b: int, count: int) -> None:
-    """Appends to `seq.logprobs` what row `b` of a step drew: arrays [k, B, ...], its last `count` tokens."""
+    """Appends to `seq.logprobs` what row `b` of a step drew: arrays [k, B, ...], its last `count` tokens.
+
+    Sets `seq.error` where a logprob is NaN.
+    """
     tokens = seq.token_ids[len(seq.token_ids) - count :]
+    assert host.logprob is not None
+    without = np.flatnonzero(np.isnan(host.logprob[:count, b]))
+    if len(without):
+        number = seq.num_output_tokens - count + int(without[0]) + 1
+        seq.error = f"output token {number} has no logprob: {NOT_FINITE}"
     if isinstance(seq.logprobs, LogprobArrays):
         piece = _arrays(host, (slice(count), b), tokens, seq.logprobs.num_top)
         seq.logprobs.extend(piece)

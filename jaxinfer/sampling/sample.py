@@ -9,6 +9,7 @@ after a preemption.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
@@ -112,12 +113,17 @@ class SampleOutput:
 
     tokens: Array  # i32[B]
     # f32[B], the largest logit that could be drawn. Not finite: the token has no meaning; `why_no_token` says why.
-    peak: Array
+    peak: Array | None = None  # None where tokens were given
     logprob: Array | None = None  # f32[B] of the chosen token
     rank: Array | None = None  # i32[B] 1 + the number of tokens before the chosen one
     top_ids: Array | None = None  # i32[B, k]
     top_logprobs: Array | None = None  # f32[B, k]; -inf for tokens that a filter removed
     label_logprobs: Array | None = None  # f32[B, Q] of logprob_token_ids
+
+
+NOT_FINITE = (
+    "the logits are not finite (NaN or infinity): the weights, a penalty or a logits processor makes them so"
+)
 
 
 def why_no_token(peak: float) -> str | None:
@@ -129,7 +135,7 @@ def why_no_token(peak: float) -> str | None:
             "no token is left: allowed_token_ids, bad_words, min_tokens, logit_bias and logits processors together "
             "rule out all of the vocabulary"
         )
-    return "the logits are not finite (NaN or infinity): the weights, a penalty or a logits processor makes them so"
+    return NOT_FINITE
 
 
 def variant_of(rows: Sequence[SamplingRow]) -> Variant:
@@ -244,8 +250,7 @@ def sample(
         # The draw and the cut sum in another order: at the edge of top_p they may differ by one token.
         keep |= jnp.arange(logits.shape[1]) == tokens[:, None]
         scores = jnp.where(keep, logits / _positive(temperature)[:, None], -jnp.inf)
-    output = with_logprobs(tokens, scores, num_logprobs or 0, logprob_token_ids)
-    return output.replace(peak=jnp.where(jnp.isfinite(peak), output.peak, peak))
+    return replace(with_logprobs(tokens, scores, num_logprobs or 0, logprob_token_ids), peak=peak)
 
 
 def _filters(batch: SamplingBatch, vocab_size: int) -> Filters:
@@ -264,16 +269,16 @@ def with_logprobs(
 ) -> SampleOutput:
     """Logprobs under the softmax of scores f32[B, V]: of tokens i32[B], the best ones, and labels i32[B, Q].
 
-    `peak` is the log-sum-exp of the scores here, which is finite where the logprobs are.
+    All are NaN where a score is NaN or infinite.
     """
     log_total = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
+    log_total = jnp.where(jnp.isfinite(log_total), log_total, jnp.nan)
     chosen = jnp.take_along_axis(scores, tokens[:, None], axis=1)
     ids = jnp.arange(scores.shape[1])
     before = (scores > chosen) | ((scores == chosen) & (ids < tokens[:, None]))
     top_scores, top_ids = best_tokens(scores, num_logprobs)
     return SampleOutput(
         tokens=tokens,
-        peak=log_total[:, 0],
         logprob=(chosen - log_total)[:, 0],
         rank=1 + jnp.sum(before, axis=-1, dtype=jnp.int32),
         top_ids=top_ids,
