@@ -13,6 +13,7 @@ import numpy as np
 from flax import struct
 
 from jaxinfer import kv_cache as kv
+from jaxinfer.page_allocator import NULL_PAGE
 
 
 @struct.dataclass
@@ -61,7 +62,7 @@ def pack(
       tile: see StepBatch.
 
     Raises:
-      ValueError: the rows do not fit the bucket, or rows with one token do not stand first.
+      ValueError: the rows do not fit the bucket or their pages, or rows with one token do not stand first.
     """
     lengths = [len(tokens) for tokens, _, _ in rows]
     total, count = sum(lengths), len(rows)
@@ -74,6 +75,9 @@ def pack(
         raise ValueError(
             f"{count} rows of {total} tokens do not fit a bucket of {num_rows} rows, {num_tokens}"
         )
+
+    for b, (tokens, start, pages) in enumerate(rows):
+        _check_pages(b, len(tokens), start, pages, page_size, pages_per_row)
 
     token_ids = np.zeros(num_tokens, np.int32)
     positions = np.zeros(num_tokens, np.int32)
@@ -117,6 +121,22 @@ def pack(
     return StepBatch(**fields)
 
 
+def _check_pages(
+    row: int, num_tokens: int, start: int, pages: Seq[int], page_size: int, pages_per_row: int
+) -> None:
+    """Raises ValueError if a row has no page for one of its tokens."""
+    end, held = start + num_tokens, len(pages)
+    if start < 0 or end > held * page_size:
+        raise ValueError(
+            f"row {row}: tokens at positions {start} to {end - 1} do not fit its {held} pages of {page_size} tokens; "
+            f"give it pages for {end} tokens: {kv.pages_needed(max(end, 1), page_size)}"
+        )
+    if held > pages_per_row:
+        raise ValueError(f"row {row}: {held} pages are over the bucket's pages_per_row={pages_per_row}")
+    if NULL_PAGE in pages[start // page_size : -(-end // page_size)]:
+        raise ValueError(f"row {row}: page {NULL_PAGE} is the null page, which keeps no token")
+
+
 def last_token_indices(batch: StepBatch) -> jax.Array:
     """Index on the token axis of each row's last token: i32[B] (0 for padded rows)."""
     return jnp.maximum(batch.cu_q_lens[1:] - 1, 0)
@@ -129,17 +149,20 @@ def next_decode(batch: StepBatch, active: jax.Array, page_size: int) -> StepBatc
       batch: a batch of one token per row.
       active: bool[B]; rows that are not go to the null page with kv_lens 0.
       page_size: tokens per page.
+
+    A row that has no page for its next token gets position -1, of which models make NaN, and writes to the null page.
     """
-    kv_lens = jnp.where(active, batch.kv_lens + 1, 0)
-    rows = jnp.arange(len(kv_lens))
-    index = jnp.maximum(kv_lens - 1, 0)
-    slots = tuple(
-        jnp.where(active, kv.slot_mapping(table, rows, index, page_size), 0) for table in batch.page_tables
-    )
+    rows, index = jnp.arange(len(batch.kv_lens)), jnp.where(active, batch.kv_lens, 0)
+    pages = [
+        table.at[rows, index // page_size].get(mode="fill", fill_value=NULL_PAGE)
+        for table in map(jnp.asarray, batch.page_tables)
+    ]
+    has_page = jnp.all(jnp.stack(pages) != NULL_PAGE, axis=0)
+    slots = tuple(jnp.where(active & has_page, page * page_size + index % page_size, 0) for page in pages)
     return replace(
         batch,
-        positions=batch.positions + 1,
-        kv_lens=kv_lens,
+        positions=jnp.where(active & ~has_page, -1, batch.positions + 1),
+        kv_lens=jnp.where(active, batch.kv_lens + has_page, 0),
         slot_mappings=slots,
         from_row=jnp.ones_like(batch.from_row),  # the first id may have come from the host
     )

@@ -171,6 +171,7 @@ class Engine:
         self._check_ids("prompt_token_ids", request.prompt_token_ids, vocab)
         for name in ("allowed_token_ids", "stop_token_ids", "logit_bias", "logprob_token_ids"):
             self._check_ids(name, getattr(params, name) or (), vocab)
+        self._check_ids("end_token_ids", request.end_token_ids, vocab)
         if params.extra_args:
             if not self.programs.logits_processors:
                 raise ValueError("extra_args need LLM(logits_processors=[...]), and this engine has none")
@@ -288,7 +289,7 @@ class Engine:
             name = jax.tree_util.keystr(path)
             if path not in new:
                 raise ValueError(f"update_weights: the tree has no leaf {name}")
-            shapes = [f"{x.dtype}{list(x.shape)}" for x in (new[path], leaf)]
+            shapes = [_described(x) for x in (new[path], leaf)]
             if shapes[0] != shapes[1]:
                 raise ValueError(f"update_weights: {name} is {shapes[0]}, this model has {shapes[1]}")
         if jax.tree_util.tree_structure(weights) != structure:  # type: ignore[operator]

@@ -26,6 +26,9 @@ def forward(
     model: ModelModule, config: ModelConfig, weights: Any, kv_cache: KVCache, batch: StepBatch
 ) -> tuple[jax.Array, KVCache]:
     """Hidden states [T, D] of the batch's tokens after the final norm, and the cache with them appended."""
+    batch = jax.tree.map(
+        jnp.asarray, batch
+    )  # `pack` makes numpy arrays, which without jax.jit come as they are
 
     def embed(token_ids: jax.Array, positions: jax.Array) -> tuple[jax.Array, tuple]:
         tables = tuple(rope_table(rope, positions) for rope in model.ropes(config))

@@ -264,6 +264,7 @@ class Request:
             raise ValueError(
                 f"request {self.request_id}: the prompt has no tokens; give at least one (BOS will do)"
             )
+        object.__setattr__(self, "priority", _integer("priority", self.priority, -MAX_TOKENS, MAX_TOKENS))
 
     @property
     def num_prompt_logprobs(self) -> int | None:

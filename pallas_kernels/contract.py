@@ -27,6 +27,20 @@ def load(kernel: str, implementations: Mapping[str, str], implementation: str) -
     return getattr(importlib.import_module(module), kernel)
 
 
+def without_gradient(kernel: str, implementation: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` of arrays, which says who has a gradient when somebody asks for its own."""
+    call = jax.custom_vjp(function)
+
+    def refuse(*arrays: Any) -> Any:
+        raise NotImplementedError(
+            f"{kernel} has no gradient with implementation {implementation!r}; 'reference' has one: "
+            "KVCacheSpec(implementation='reference')"
+        )
+
+    call.defvjp(refuse, refuse)
+    return call
+
+
 def check_array(name: str, x: jax.Array, shape: tuple[int, ...], dtype: Any) -> None:
     """Raises ValueError unless `x` has exactly this shape and dtype."""
     if x.shape != shape or x.dtype != dtype:

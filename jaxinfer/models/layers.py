@@ -73,8 +73,12 @@ def rope_frequencies(rope: RopeConfig) -> np.ndarray:
 
 
 def rope_table(rope: RopeConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(cos, sin), each f32[T, H / 2], of positions i32[T]. Made once per step, read by all layers."""
-    angles = positions.astype(jnp.float32)[:, None] * rope_frequencies(rope)
+    """(cos, sin), each f32[T, H / 2], of positions i32[T]. Made once per step, read by all layers.
+
+    A negative position is none (`batch.next_decode`): its numbers are NaN, and so are the logits behind it.
+    """
+    known = jnp.where(positions < 0, jnp.nan, positions.astype(jnp.float32))
+    angles = known[:, None] * rope_frequencies(rope)
     # XLA:CPU would compute both again in each fusion that reads them: for every head of every layer.
     return jax.lax.optimization_barrier((jnp.cos(angles), jnp.sin(angles)))
 

@@ -138,6 +138,12 @@ def why_no_token(peak: float) -> str | None:
     return NOT_FINITE
 
 
+def greedy(logits: Array) -> Array:
+    """i32[B]: the best token of each row of f32[B, V]; -1, no token, where a logit is NaN or none is finite."""
+    tokens, peak = argmax(logits)
+    return jnp.where(jnp.isfinite(peak), tokens, -1)
+
+
 def variant_of(rows: Sequence[SamplingRow]) -> Variant:
     """The cheapest variant of `sample` that serves all rows."""
     if any(asks_for_extras(row) for row in rows):

@@ -7,11 +7,13 @@ The online softmax follows FlashAttention (arXiv:2205.14135), pages PagedAttenti
 sinks gpt-oss, soft_cap Gemma 2. `cases.py` has the named shapes that every implementation is tested with.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
 from jaxinfer.pallas_kernels import cpu_pages
-from jaxinfer.pallas_kernels.contract import check_array, load
+from jaxinfer.pallas_kernels.contract import check_array, load, without_gradient
 
 # implementation -> the module that holds a function `ragged_paged_attention` of the signature below, less
 # `implementation`. Imported on first use, so that a CPU run never loads an accelerator's Pallas lowering.
@@ -77,7 +79,8 @@ def ragged_paged_attention(
         soft_cap: scores become soft_cap * tanh(scores / soft_cap); None leaves them.
         sink_logits: f32[N], one more logit per head in the softmax's denominator that has no value.
         return_lse: also return the log of the softmax's denominator (sink included).
-        implementation: a key of IMPLEMENTATIONS. There is no default and no falling back.
+        implementation: a key of IMPLEMENTATIONS. There is no default and no falling back. "reference" alone has a
+            gradient (jax.grad), which is finite whatever stands in what has no effect.
         compute_capability: of the GPU that the program is compiled for; only gpu and gpu_xla look at it.
 
     Returns:
@@ -97,23 +100,33 @@ def ragged_paged_attention(
             raise NotImplementedError(
                 f"{implementation!r} takes sliding_window as an int alone; {', '.join(WINDOW_AS_DATA)} take data too"
             )
-    options = {"compute_capability": compute_capability} if implementation in ("gpu", "gpu_xla") else {}
-    return load("ragged_paged_attention", IMPLEMENTATIONS, implementation)(
-        q,
-        kv_pages,
-        kv_scales,
-        page_table,
-        kv_lens,
-        cu_q_lens,
-        distribution,
-        sm_scale=sm_scale,
-        max_q_len=max_q_len,
-        sliding_window=sliding_window,
-        soft_cap=soft_cap,
-        sink_logits=sink_logits,
-        return_lse=return_lse,
-        **options,
-    )
+    arrays: dict[str, Any] = {
+        "q": q,
+        "kv_pages": kv_pages,
+        "kv_scales": kv_scales,
+        "page_table": page_table,
+        "kv_lens": kv_lens,
+        "cu_q_lens": cu_q_lens,
+        "distribution": distribution,
+        "sink_logits": sink_logits,
+    }
+    static: dict[str, Any] = {
+        "sm_scale": sm_scale,
+        "max_q_len": max_q_len,
+        "soft_cap": soft_cap,
+        "return_lse": return_lse,
+    }
+    (arrays if isinstance(sliding_window, jax.Array) else static)["sliding_window"] = sliding_window
+    if implementation in ("gpu", "gpu_xla"):
+        static["compute_capability"] = compute_capability
+    kernel = load("ragged_paged_attention", IMPLEMENTATIONS, implementation)
+
+    def attend(arrays: dict[str, Any]) -> Any:
+        return kernel(**arrays, **static)
+
+    if implementation == "reference":
+        return attend(arrays)
+    return without_gradient("ragged_paged_attention", implementation, attend)(arrays)
 
 
 def _validate(

@@ -44,7 +44,8 @@ def ragged_paged_attention(
         visible = live & (kv_positions <= position)
         if sliding_window is not None:
             visible &= kv_positions > position - sliding_window
-        v = jnp.where(visible[:, None], v, 0.0)  # 0 x NaN is NaN: a masked V must not reach the product
+        # 0 x NaN is NaN: a masked V must not reach the product, nor a masked K the one of the gradient.
+        k, v = (jnp.where(visible[:, None], x, 0.0) for x in (k, v))
 
         grouped_q = q[token].astype(jnp.float32).reshape(num_kv_heads, -1, head_dim)  # f32[K, G, H]
         scores = jnp.einsum("kgh,ksh->kgs", grouped_q, k, precision="highest").reshape(
@@ -59,7 +60,8 @@ def ragged_paged_attention(
         peak = jnp.where(jnp.isfinite(peak), peak, 0.0)  # a token that sees nothing, without a sink
         weights = jnp.exp(scores - peak[:, None])  # f32[N, S]
         denominator = weights.sum(axis=-1) + jnp.exp(sinks - peak)  # f32[N]
-        weights = weights / jnp.where(live, denominator, 1.0)[:, None]
+        denominator = jnp.where(live, denominator, 1.0)  # also of the logarithm, whose gradient at 0 is NaN
+        weights = weights / denominator[:, None]
         grouped = weights.reshape(num_kv_heads, -1, max_kv_len)  # f32[K, G, S]
         out = jnp.einsum("kgs,ksh->kgh", grouped, v, precision="highest").reshape(num_q_heads, head_dim)
         return out, jnp.where(live, jnp.log(denominator) + peak, -jnp.inf)

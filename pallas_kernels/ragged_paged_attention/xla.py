@@ -75,7 +75,7 @@ def ragged_paged_attention(
     options["sinks"] = sinks
     prefill = partial(_prefill, queries, kv_pages, kv_scales, page_table, kv_lens, cu_q_lens, **options)
     if max_q_len > 1 and page_table.shape[0] == 1:  # a tile, if it is one token alone too: a smaller program
-        distribution = distribution.at[0].set(0)
+        distribution = jnp.asarray(distribution).at[0].set(0)
         out, lse = prefill(distribution=distribution, max_q_len=max_q_len)
     else:
         # rows [0, decode_end): the token of row b is q[b]

@@ -11,7 +11,7 @@ import numpy as np
 import planted
 import pytest
 import text_fixtures
-from engines import drain, greedy_params, make_engine, planted_table, submit
+from engines import PLANTED_VOCAB, drain, greedy_params, make_engine, planted_table, submit
 from engines import generate as generate_ids
 from tiny_models import write_hf
 from typer.testing import CliRunner
@@ -351,3 +351,30 @@ def test_the_command_line_says_it_and_exits_with_1(folder):
     result = CliRunner().invoke(app, ["generate", "xZ", "-m", str(folder), "--max-tokens=9", *options])
     assert result.exit_code == 1
     assert "output token 1 cannot be drawn: the logits are not finite" in result.output
+
+
+def test_priorities_of_another_kind_fail_their_request_alone(llm):
+    params = SamplingParams(temperature=0, max_tokens=2)
+    outputs = llm.generate(["xy"] * 4, params, priority=[1, "high", 0.5, np.int64(0)], use_tqdm=False)
+    assert [output.error is None for output in outputs] == [True, False, False, True]
+    assert "priority='high' must be an integer" in outputs[1].error
+    assert_idle(llm)
+
+
+def test_weights_that_are_no_arrays_are_named(llm):
+    before = generate(llm, "xy", SamplingParams(temperature=0, max_tokens=3))[0].outputs[0].token_ids
+    weights = llm.engine.weights
+    with pytest.raises(ValueError, match=r"unembed is a str, this model has float32\[320, 320\]"):
+        llm.update_weights(weights.replace(unembed="unembed.npy"))
+    with pytest.raises(ValueError, match="the tree has no leaf"):
+        llm.update_weights("weights.safetensors")
+    after = generate(llm, "xy", SamplingParams(temperature=0, max_tokens=3))[0].outputs[0].token_ids
+    assert after == before
+
+
+@pytest.mark.parametrize("end", [-1, PLANTED_VOCAB, 4294967295])
+def test_end_ids_outside_the_vocabulary_are_refused_and_ban_no_other_id(end):
+    engine = make_engine("planted")
+    with pytest.raises(ValueError, match=f"end_token_ids has {end}; token ids of this model are 0 to 63"):
+        submit(engine, ([3], greedy_params(4, min_tokens=3)), ends=frozenset([end]))
+    assert not engine.has_unfinished
