@@ -24,6 +24,7 @@ from jaxinfer.options import DEFAULTS, LLMOptions, documentation, signature
 from jaxinfer.programs import compile_cache, saved_programs
 from jaxinfer.programs.background import BackgroundCompiler, give_back_memory
 from jaxinfer.programs.saved_programs import SavedPrograms
+from jaxinfer.programs.settings import own_settings
 from jaxinfer.request import Loglikelihood, Request, RequestOutput, SamplingParams, TopK, hash64
 from jaxinfer.request_loop import Outputs, RequestLoop
 from jaxinfer.resolve import resolve
@@ -98,6 +99,7 @@ class LLM:
       FetchError, CheckpointError: the model cannot be found, fetched or read.
     """
 
+    @own_settings()
     def __init__(
         self,
         model: str | Path | None = None,
@@ -488,6 +490,7 @@ class LLM:
         read = sum(leaf.nbytes for leaf in leaves) - sum(leaf.nbytes for leaf in unread)
         return step_cost(shape, self.engine.spec.dtype, bytes_per_forward=read)
 
+    @own_settings()
     def update_weights(self, weights: Any) -> None:
         """Goes on with other weights of the same shapes and dtypes; see `Engine.update_weights`."""
         with self._loop.lock:
