@@ -34,7 +34,7 @@ class StepBatch:
 
 
 def pack(
-    rows: Seq[tuple[Seq[int], int, Seq[int]]],
+    rows: Seq[tuple[Seq[int], int, Seq[Any]]],
     *,
     page_size: int,
     num_tokens: int | None = None,
@@ -50,8 +50,8 @@ def pack(
     """Pack rows into a StepBatch of numpy arrays, padded to a bucket.
 
     Args:
-      rows: per row (token ids of this step, position of the first of them, pages of the row). Rows with
-        one token must stand first.
+      rows: per row (token ids of this step, position of the first of them, pages of the row: a list of ids, or of
+        such lists, one for each KV group). Rows with one token must stand first.
       page_size: tokens per page.
       num_tokens, num_rows, pages_per_row: the bucket (T, B, P); None takes what the rows need.
       row_ids: per row its index in RowState; None counts from 0.
@@ -70,31 +70,37 @@ def pack(
     if any(n == 1 for n in lengths[num_decode:]):
         raise ValueError(f"rows with one token must stand first; row lengths are {lengths}")
     num_tokens, num_rows = num_tokens or total, num_rows or count
-    pages_per_row = pages_per_row or max(len(pages) for _, _, pages in rows)
+    groups = list(
+        zip(*(_by_group(pages) for _, _, pages in rows), strict=True)
+    )  # of each the pages of all rows
+    pages_per_row = pages_per_row or max(len(pages) for group in groups for pages in group)
     if total > num_tokens or count > num_rows:
         raise ValueError(
             f"{count} rows of {total} tokens do not fit a bucket of {num_rows} rows, {num_tokens}"
         )
 
     for b, (tokens, start, pages) in enumerate(rows):
-        _check_pages(b, len(tokens), start, pages, page_size, pages_per_row)
+        for of_group in _by_group(pages):
+            _check_pages(b, len(tokens), start, of_group, page_size, pages_per_row)
 
     token_ids = np.zeros(num_tokens, np.int32)
     positions = np.zeros(num_tokens, np.int32)
-    slots = np.zeros(num_tokens, np.int32)
-    page_table = np.zeros((num_rows, pages_per_row), np.int32)
+    slot_mappings = [np.zeros(num_tokens, np.int32) for _ in groups]
+    page_tables = [np.zeros((num_rows, pages_per_row), np.int32) for _ in groups]
     kv_lens = np.zeros(num_rows, np.int32)
     cu_q_lens = np.full(num_rows + 1, total, np.int32)
     cu_q_lens[0] = 0
     cu_q_lens[1 : count + 1] = np.cumsum(lengths)
-    for b, (tokens, start, pages) in enumerate(rows):
+    for b, (tokens, start, _) in enumerate(rows):
         begin, end = cu_q_lens[b], cu_q_lens[b + 1]
         token_ids[begin:end] = tokens
         positions[begin:end] = np.arange(start, start + len(tokens))
-        page_table[b, : len(pages)] = pages
         kv_lens[b] = start + len(tokens)
     token_rows = np.repeat(np.arange(count), lengths)
-    slots[:total] = kv.slot_mapping(page_table, token_rows, positions[:total], page_size)
+    for pages_of_rows, page_table, slots in zip(groups, page_tables, slot_mappings, strict=True):
+        for b, pages in enumerate(pages_of_rows):
+            page_table[b, : len(pages)] = pages
+        slots[:total] = kv.slot_mapping(page_table, token_rows, positions[:total], page_size)
 
     def padded(values, fill, dtype) -> np.ndarray:
         out = np.full(num_rows, fill, dtype)
@@ -107,8 +113,8 @@ def pack(
     fields: dict[str, Any] = dict(
         token_ids=token_ids,
         positions=positions,
-        slot_mappings=(slots,),
-        page_tables=(page_table,),
+        slot_mappings=tuple(slot_mappings),
+        page_tables=tuple(page_tables),
         kv_lens=kv_lens,
         cu_q_lens=cu_q_lens,
         distribution=np.array([num_decode, num_decode, count], np.int32),
@@ -135,6 +141,10 @@ def _check_pages(
         raise ValueError(f"row {row}: {held} pages are over the bucket's pages_per_row={pages_per_row}")
     if NULL_PAGE in pages[start // page_size : -(-end // page_size)]:
         raise ValueError(f"row {row}: page {NULL_PAGE} is the null page, which keeps no token")
+
+
+def _by_group(pages: Seq[Any]) -> Seq[Seq[int]]:
+    return pages if pages and isinstance(pages[0], list | tuple) else [pages]
 
 
 def last_token_indices(batch: StepBatch) -> jax.Array:

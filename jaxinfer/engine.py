@@ -26,6 +26,7 @@ from jaxinfer import kv_cache as kv
 from jaxinfer.batch import StepBatch
 from jaxinfer.metrics import Metrics, Recording, RowRecord, SequenceRecord, StepRecord, StepTotals, Work
 from jaxinfer.page_allocator import PageAllocator
+from jaxinfer.page_groups import PageGroups
 from jaxinfer.programs.arguments import PAGE_COPIES
 from jaxinfer.programs.background import BackgroundCompiler, give_back_memory
 from jaxinfer.programs.buckets import Buckets, Program
@@ -142,12 +143,13 @@ class Engine:
         return sample.init_row_state(scheduler.max_num_seqs, scheduler.max_model_len)
 
     def _start_host_state(self) -> None:
-        allocator = PageAllocator(
-            self.spec.num_pages,
-            self.spec.page_size,
-            self.config.enable_prefix_caching,
-            salt=f"{self.config.cache_salt} {self.spec.dtype}",
-        )
+        scheduler, groups = self.config.scheduler, self.spec.kv_groups
+        salt = f"{self.config.cache_salt} {self.spec.dtype}"
+        pools = [
+            PageAllocator(group.num_pages, self.spec.page_size, self.config.enable_prefix_caching, salt=salt)
+            for group in groups
+        ]
+        allocator = PageGroups(pools, [group.window for group in groups], scheduler.max_step_tokens)
         self.scheduler = Scheduler(self.config.scheduler, allocator)
         self._in_flight: deque[_InFlight] = deque()
         self._sampling_key: tuple | None = None
@@ -411,10 +413,10 @@ class Engine:
 
     def _prepare_pages_and_rows(self, scheduled: ScheduledStep, now: float) -> None:
         for begin in range(0, len(scheduled.page_copies), PAGE_COPIES):
-            pairs = np.zeros((2, PAGE_COPIES), np.int32)
-            part = scheduled.page_copies[begin : begin + PAGE_COPIES]
-            pairs[:, : len(part)] = np.array(part).T
-            self._cache = self.programs.helper(kv.copy_pages)(self._cache, *pairs)
+            pairs = np.zeros((2, len(self.spec.kv_groups), PAGE_COPIES), np.int32)
+            for i, (group, source, target) in enumerate(scheduled.page_copies[begin : begin + PAGE_COPIES]):
+                pairs[:, group, i] = source, target
+            self._cache = self.programs.helper(kv.copy_pages)(self._cache, *map(tuple, pairs))
         for seq in scheduled.admitted:
             assert seq.metrics is not None
             if seq.metrics.first_scheduled_time is None:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from jaxinfer.attention import AttentionOptions, append_and_attend
 from jaxinfer.batch import StepBatch
-from jaxinfer.kv_cache import KVCache
+from jaxinfer.kv_cache import KVCache, KVCacheSpec
 from jaxinfer.models.layers import rope_table
 from jaxinfer.models.spec import ModelConfig, ModelModule
 from jaxinfer.tiles import map_tiles
@@ -26,18 +26,50 @@ def forward(
     model: ModelModule, config: ModelConfig, weights: Any, kv_cache: KVCache, batch: StepBatch
 ) -> tuple[jax.Array, KVCache]:
     """Hidden states [T, D] of the batch's tokens after the final norm, and the cache with them appended."""
-    batch = jax.tree.map(
-        jnp.asarray, batch
-    )  # `pack` makes numpy arrays, which without jax.jit come as they are
+    _check_groups(model, config, kv_cache.spec)
+    # `pack` makes numpy arrays, which without jax.jit come as they are
+    batch = jax.tree.map(jnp.asarray, batch)
 
     def embed(token_ids: jax.Array, positions: jax.Array) -> tuple[jax.Array, tuple]:
         tables = tuple(rope_table(rope, positions) for rope in model.ropes(config))
         return model.embed(config, weights, token_ids), tables
 
     x, ropes = _per_token(batch, embed, batch.token_ids, batch.positions)
-    run_layers = STRATEGIES[kv_cache.spec.layer_strategy]
+    run_layers = STRATEGIES[kv_cache.spec.strategy]
     x, kv_cache = run_layers(model, config, weights.layers, x, ropes, kv_cache, batch)
     return _per_token(batch, partial(model.final, config, weights), x), kv_cache
+
+
+def kv_groups(model: ModelModule, config: ModelConfig) -> tuple[tuple[tuple[int, ...], int | None], ...]:
+    """Of each KV group of a model its layers and window: that of the layer that sees most.
+
+    Raises:
+      ValueError: a group has no layer.
+    """
+    options = [model.attention_options(config, layer) for layer in range(config.num_layers)]
+    groups = []
+    for g in range(1 + max(o.group for o in options)):
+        layers = tuple(layer for layer, o in enumerate(options) if o.group == g)
+        if not layers:
+            raise ValueError(
+                f"no layer of {model.__name__} is in KV group {g}; groups are numbered without a gap"
+            )
+        windows = [options[layer].window for layer in layers]
+        groups.append((layers, None if None in windows else max(w for w in windows if w is not None)))
+    return tuple(groups)
+
+
+def _check_groups(model: ModelModule, config: ModelConfig, spec: KVCacheSpec) -> None:
+    """Raises ValueError where the cache does not hold what layers see."""
+    for layer, g in enumerate(spec.layer_groups):
+        options, group = model.attention_options(config, layer), spec.kv_groups[g]
+        sees = NO_WINDOW if options.window is None else options.window
+        if group.window is not None and sees > group.window:
+            raise ValueError(f"layer {layer} sees {sees} tokens, its KV group keeps {group.window}")
+        if options.group != g and len(spec.kv_groups) > 1:
+            raise ValueError(
+                f"layer {layer} is in KV group {options.group} of the model and {g} of the cache"
+            )
 
 
 def _per_token(batch: StepBatch, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -58,7 +90,7 @@ def unrolled(
     spec = kv_cache.spec
 
     @partial(jax.jit, static_argnums=0)
-    def run(options: AttentionOptions, w, x, pages, scales, rope, batch):
+    def run(options: AttentionOptions, w, x, pages, scales, rope, slots, table, batch):
         q, k, v = _per_token(batch, partial(model.before_attention, config, options, w), x, rope)
         out, pages, scales = append_and_attend(
             q,
@@ -66,8 +98,8 @@ def unrolled(
             v,
             pages,
             scales,
-            batch.slot_mappings[options.group],
-            batch.page_tables[options.group],
+            slots,
+            table,
             batch,
             spec,
             options,
@@ -80,7 +112,10 @@ def unrolled(
     scales: list[Any] = list(kv_cache.scales or [None] * len(layers))
     for i, w in enumerate(layers):
         options = model.attention_options(config, i)
-        x, pages[i], scales[i] = run(options, w, x, pages[i], scales[i], ropes[options.rope], batch)
+        slots, table = (arrays[spec.layer_groups[i]] for arrays in (batch.slot_mappings, batch.page_tables))
+        x, pages[i], scales[i] = run(
+            options, w, x, pages[i], scales[i], ropes[options.rope], slots, table, batch
+        )
     return x, replace(kv_cache, pages=tuple(pages), scales=None if kv_cache.scales is None else tuple(scales))
 
 
@@ -123,8 +158,9 @@ def one_loop(
         x, pages = state
         branches = [partial(before, o, w) for o, w in zip(options, layers, strict=True)]
         q, k, v, sinks = jax.lax.switch(i, branches, x, ropes, batch)
-        group = _by_layer([o.group for o in options], i)
-        first = i * spec.num_pages  # of the layer's pages in the array
+        group = _by_layer(spec.layer_groups, i)
+        # of the layer's pages in the array
+        first = i * spec.num_pages if len(spec.kv_groups) == 1 else _by_layer(spec.layer_starts, i)
         out, pages, _ = append_and_attend(
             q,
             k,

@@ -120,6 +120,10 @@ class PageAllocator:
             pages.append(page)
         return pages
 
+    def page_of(self, key: bytes) -> int | None:
+        """The page that is registered under `key`."""
+        return self._page_of.get(key)
+
     def register(self, page: int, key: bytes) -> None:
         """Offers a held, full and computed page under `key`; the first page registered keeps the key."""
         if self._ref_counts[page] == 0:

@@ -350,7 +350,7 @@ class Sequence:
     max_total_tokens: int = 0  # prompt + output tokens at which it ends with "length"
     status: SequenceStatus = SequenceStatus.WAITING
     row: int = -1  # in [0, max_num_seqs) while running
-    pages: list[int] = field(default_factory=list)
+    pages: list[list[int]] = field(default_factory=list)  # of each KV group; see page_groups
     num_computed_tokens: int = 0  # tokens whose K/V is in the pages, steps in flight included
     num_pending_tokens: int = 0  # sampled by steps in flight; their ids are on the device only
     num_steps_in_flight: int = 0
@@ -387,6 +387,11 @@ class Sequence:
     def num_tokens(self) -> int:
         """Prompt and output tokens, those sampled in flight included."""
         return len(self.token_ids) + self.num_pending_tokens
+
+    @property
+    def max_resident_tokens(self) -> int:
+        """Tokens of it that can ever be in pages: the last one drawn is no input."""
+        return max(self.num_prompt_tokens, self.max_total_tokens - 1)
 
     @property
     def num_uncomputed_tokens(self) -> int:

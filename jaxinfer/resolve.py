@@ -13,12 +13,12 @@ from typing import Any
 import jax
 
 from jaxinfer import defaults, weight_forms
-from jaxinfer import kv_cache as kv
 from jaxinfer.defaults import Choice
 from jaxinfer.device_facts import DeviceFacts
 from jaxinfer.engine import EngineConfig
-from jaxinfer.kv_cache import KVCacheSpec
-from jaxinfer.models.spec import smoothing_groups
+from jaxinfer.forward import kv_groups
+from jaxinfer.kv_cache import KVCacheSpec, KVGroup
+from jaxinfer.models.spec import ModelModule, smoothing_groups
 from jaxinfer.options import SHAPES, LLMOptions
 from jaxinfer.programs.arguments import ArgumentShapes
 from jaxinfer.programs.buckets import Buckets, Program
@@ -126,6 +126,12 @@ class Resolved:
         )
 
 
+def _groups(module: ModelModule, config: Any) -> tuple[KVGroup, ...]:
+    """The KV groups of a model, their sizes still to be decided; () of one without a window."""
+    groups = tuple(KVGroup(layers, window, 2) for layers, window in kv_groups(module, config))
+    return groups if len(groups) > 1 or groups[0].window is not None else ()
+
+
 def resolve(
     options: LLMOptions, model: ModelFacts, device: DeviceFacts, *, must_fit: bool = True
 ) -> Resolved:
@@ -153,7 +159,8 @@ def resolve(
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         page_size=page_size.value,
-        num_pages=2,  # decided by the plan
+        num_pages=2,  # decided by the plan, and in each group
+        groups=_groups(model.module, config),
         dtype=config.dtype,
         implementation=attention.value,
         compute_capability=device.compute_capability,
@@ -166,7 +173,8 @@ def resolve(
     plan, problem = _plan(options, model, device, config, form, spec)
     if problem is not None and must_fit:
         raise problem
-    smallest = options.num_pages or 1 + kv.pages_needed(max_model_len, spec.page_size)
+    per_sequence = spec.pages_per_sequence(max_model_len, scheduler.max_step_tokens)
+    smallest = options.num_pages or 1 + max(per_sequence)
     compiler_options = defaults.compiler_options(device)
     return Resolved(
         options=options,
@@ -174,7 +182,7 @@ def resolve(
         device=device,
         config=config,
         form=form,
-        spec=replace(spec, num_pages=smallest if plan is None else plan.num_pages),
+        spec=spec.sized(smallest if plan is None else plan.num_pages, per_sequence),
         scheduler=scheduler,
         buckets=buckets,
         matmul_precision=precision,

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
 
-from jaxinfer.page_allocator import PageAllocator
+from jaxinfer.page_groups import PageGroups
 from jaxinfer.request import Request, Sequence, SequenceStatus
 
 
@@ -49,6 +49,11 @@ class SchedulerConfig:
                 f"max_num_seqs={self.max_num_seqs}: every decoding row needs one token per step"
             )
 
+    @property
+    def max_step_tokens(self) -> int:
+        """The most tokens of one sequence in one step."""
+        return max(self.max_num_batched_tokens, self.decode_steps)
+
 
 class ScheduledRow(NamedTuple):
     seq: Sequence
@@ -67,7 +72,7 @@ class ScheduledStep:
     rows: tuple[ScheduledRow, ...]  # those with one query token first
     num_steps: int  # k
     num_tokens: int  # query tokens of all rows
-    page_copies: tuple[tuple[int, int], ...]  # (source, destination), to be done before the step runs
+    page_copies: tuple[tuple[int, int, int], ...]  # (KV group, source, destination), before the step runs
     admitted: tuple[Sequence, ...]  # sequences that got their row in this step: their row state starts anew
 
 
@@ -84,7 +89,7 @@ class SchedulerStats:
 
 
 class Scheduler:
-    def __init__(self, config: SchedulerConfig, allocator: PageAllocator):
+    def __init__(self, config: SchedulerConfig, allocator: PageGroups):
         self.config = config
         self.allocator = allocator
         self.running: list[Sequence] = []  # ordered by key
@@ -112,7 +117,7 @@ class Scheduler:
             raise ValueError(f"request id {request.request_id!r} is already in use")
         prompt, max_tokens = len(request.prompt_token_ids), request.params.max_tokens
         # The last token sampled is never an input, so it needs no slot.
-        capacity = (self.allocator.num_pages - 1) * self.allocator.page_size
+        capacity = self.allocator.capacity
         longest = min(self.config.max_model_len, capacity + 1)
         total = max(longest, prompt + 1) if max_tokens is None else prompt + max_tokens
         if total > longest or prompt > capacity:
@@ -140,7 +145,7 @@ class Scheduler:
         # Prompt chunks: each gets an equal share of the budget left, and the first what remains.
         chunks: dict[Sequence, int] = {}
         admitted: list[Sequence] = []
-        copies: list[tuple[int, int]] = []
+        copies: list[tuple[int, int, int]] = []
         under_way = [seq for seq in self.running if seq.num_uncomputed_tokens > 1]
         admissions = self._admissions(admitted, copies) if self._num_preemptions == preemptions else ()
         num_free_chunks = self.config.max_num_partial_prefills
@@ -218,7 +223,7 @@ class Scheduler:
             num_running=len(self.running),
             num_waiting=self._num_waiting,
             pages_used=self.allocator.num_used,
-            pages_total=self.allocator.num_pages - 1,
+            pages_total=self.allocator.num_usable,
             peak_pages_used=self.allocator.peak_used,
             num_preemptions=self._num_preemptions,
             num_prompt_tokens=self._num_prompt_tokens,
@@ -249,15 +254,14 @@ class Scheduler:
                 return 1
             num_samples = min(k, seq.max_total_tokens - seq.num_tokens)
             longest = max(longest, num_samples)
-            needed = self.allocator.num_pages_for(seq.num_computed_tokens + num_samples)
-            num_pages += max(0, needed - len(seq.pages))
+            num_pages += self.allocator.num_missing(seq.pages, seq.num_computed_tokens + num_samples)
         # Few tokens left everywhere: most of k iterations would be thrown away.
         return k if longest > k // 2 and num_pages <= self.allocator.num_free else 1
 
     def _grow(self, seq: Sequence, num_steps: int) -> bool:
         """Gives `seq` pages for its next tokens, preempting from the end of the order. False: not now."""
         num_samples = max(1, min(num_steps, seq.max_total_tokens - seq.num_tokens))
-        missing = self.allocator.num_pages_for(seq.num_computed_tokens + num_samples) - len(seq.pages)
+        missing = self.allocator.num_missing(seq.pages, seq.num_computed_tokens + num_samples)
         while missing > self.allocator.num_free:
             if self.config.max_num_seqs - len(self._free_rows) > len(self.running):
                 return False  # one that has left gives its pages back when the steps in flight are committed
@@ -268,7 +272,7 @@ class Scheduler:
             if victim is seq:
                 return False
         if missing > 0:
-            seq.pages += self.allocator.allocate(missing)
+            self.allocator.grow(seq.pages, missing)
         return True
 
     def _advance(self, seq: Sequence, num_tokens: int, num_steps: int) -> ScheduledRow:
@@ -279,13 +283,14 @@ class Scheduler:
             num_samples = min(num_steps, seq.max_total_tokens - seq.num_tokens)
         row = ScheduledRow(seq, start, num_tokens, num_samples, from_row=start >= len(seq.token_ids))
         seq.num_computed_tokens += num_tokens + max(0, num_samples - 1)
+        self.allocator.slide(seq.pages, start, seq.num_computed_tokens)
         seq.num_pending_tokens += num_samples
         seq.num_steps_in_flight += 1
         return row
 
     # Admission
 
-    def _admissions(self, admitted: list[Sequence], copies: list[tuple[int, int]]) -> Iterator[Sequence]:
+    def _admissions(self, admitted: list[Sequence], copies: list[tuple[int, int, int]]) -> Iterator[Sequence]:
         """Admits in order, while there are rows and pages; parks those whose prefix is under way."""
         while self._waiting and self._free_rows:
             _, seq = self._waiting[0]
@@ -321,11 +326,16 @@ class Scheduler:
         return keys[: (seq.request.score_from - 1) // self.allocator.page_size] if seq.scores_prompt else keys
 
     def _fork_source(self, seq: Sequence) -> Sequence | None:
-        """A running sample of the same request that has its prompt in its pages."""
+        """A running sample of the same request that has in its pages what the end of the prompt sees."""
         if seq.params.n == 1 or seq.num_output_tokens or seq.scores_prompt:
             return None
+        num_shared = seq.num_prompt_tokens - 1
         for other in self._sequences[seq.request.request_id]:
-            if other.status is SequenceStatus.RUNNING and other.num_computed_tokens >= seq.num_prompt_tokens:
+            if (
+                other.status is SequenceStatus.RUNNING
+                and other.num_computed_tokens > num_shared
+                and self.allocator.shared_with(other.pages, num_shared) is not None
+            ):
                 return other
         return None
 
@@ -337,44 +347,44 @@ class Scheduler:
             return seq.request.request_id
         keys = self._shareable_keys(seq)
         awaited = None
-        for key in keys[len(self.allocator.lookup(keys)) :]:
+        for key in keys[self.allocator.lookup(keys)[1] :]:
             if key not in self._claims:
                 break
             awaited = key
         return awaited
 
-    def _admit(self, seq: Sequence, copies: list[tuple[int, int]]) -> bool:
+    def _admit(self, seq: Sequence, copies: list[tuple[int, int, int]]) -> bool:
         """Gives `seq` a row and pages for all its tokens, shared where possible. False: too few pages now."""
         allocator = self.allocator
         source = self._fork_source(seq)
         if source is not None:
             # The last prompt token is computed again, in a page of its own, for this sample's first token.
             num_cached = seq.num_prompt_tokens - 1
-            shared = source.pages[: num_cached // allocator.page_size]
+            num_shared = num_cached // allocator.page_size
+            shared = allocator.shared_with(source.pages, num_cached)
+            assert shared is not None
         else:
-            shared = allocator.lookup(self._shareable_keys(seq))
-            num_cached = len(shared) * allocator.page_size
-        allocator.share(shared)
-        missing = allocator.num_pages_for(len(seq.token_ids)) - len(shared)
+            shared, num_shared = allocator.lookup(self._shareable_keys(seq))
+            num_cached = num_shared * allocator.page_size
         # A page for each row that can still grow into one, else this one is soon preempted.
         headroom = sum(
-            allocator.num_pages_for(other.max_total_tokens - 1) > len(other.pages) for other in self.running
+            allocator.num_missing(other.pages, other.max_total_tokens - 1) > 0 for other in self.running
         )
-        if missing + headroom > allocator.num_free:
-            allocator.free(shared)
+        pages = allocator.admit(shared, len(seq.token_ids), seq.max_resident_tokens, headroom)
+        if pages is None:
             return False
-        seq.pages = shared + allocator.allocate(missing)
+        seq.pages = pages
         if source is not None and num_cached % allocator.page_size:
-            copies.append((source.pages[len(shared)], seq.pages[len(shared)]))
+            copies += allocator.copy_of_part(source.pages, pages, num_shared)
         if seq.num_preemptions == 0:
             seq.num_cached_tokens = num_cached
             self._num_prompt_tokens += seq.num_prompt_tokens
             self._num_cached_tokens += num_cached
-        seq.num_computed_tokens, seq.num_registered_pages = num_cached, len(shared)
+        seq.num_computed_tokens, seq.num_registered_pages = num_cached, num_shared
         seq.row, seq.status = self._free_rows.pop(), SequenceStatus.RUNNING
         insort(self.running, seq, key=lambda other: other.key)
         self._num_waiting -= 1
-        keys: list[bytes | str] = [*self._prefix_keys(seq)[len(shared) :]]
+        keys: list[bytes | str] = [*self._prefix_keys(seq)[num_shared:]]
         if seq.params.n > 1 and source is None:
             keys.append(seq.request.request_id)
         seq.claims = {key for key in keys if key not in self._claims}
@@ -413,7 +423,7 @@ class Scheduler:
         if num_pages > seq.num_registered_pages:
             self.allocator.extend_keys(seq.page_keys, seq.token_ids, seq.request.cache_salt)
             for page in range(seq.num_registered_pages, num_pages):
-                self.allocator.register(seq.pages[page], seq.page_keys[page])
+                self.allocator.register(seq.pages, page, seq.page_keys[page])
                 self._wake(seq, seq.page_keys[page])
             seq.num_registered_pages = num_pages
 
@@ -442,7 +452,7 @@ class Scheduler:
         """Gives back row and pages of a sequence that left, once no step in flight can write to them."""
         if seq.row < 0 or seq.num_steps_in_flight:
             return
-        self.allocator.free(seq.pages)
+        self.allocator.release(seq.pages, seq.max_resident_tokens)
         self._free_rows.append(seq.row)
         seq.pages, seq.row, seq.num_computed_tokens = [], -1, 0
         if seq.status is SequenceStatus.PREEMPTED:

@@ -84,7 +84,7 @@ def block(llm: "LLM", run: Run) -> list[tuple[str, str]]:
         ("TPOT", _tpot(run)),
         (
             "KV pages",
-            f"{llm.stats().peak_pages_used} of {spec.num_pages - 1} used, {spec.page_size} tokens each",
+            f"{llm.stats().peak_pages_used} of {llm.stats().pages_total} used, {spec.page_size} tokens each",
         ),
         ("programs", f"{len(programs)} compiled in {programs.compile_seconds:.2f} s"),
     ]
@@ -92,11 +92,10 @@ def block(llm: "LLM", run: Run) -> list[tuple[str, str]]:
 
 def line(llm: "LLM", run: Run) -> str:
     """The same in one line, for one turn of a chat."""
-    spec = llm.engine.spec
     ended = ", ended by length" if run.output.outputs[0].finish_reason == "length" else ""
     return (
         f"{run.num_prompt_tokens} prompt + {run.num_output_tokens} output tokens{ended}, TTFT {_ttft(run)}, "
-        f"TPOT {_tpot(run)}, {llm.stats().peak_pages_used} of {spec.num_pages - 1} pages"
+        f"TPOT {_tpot(run)}, {llm.stats().peak_pages_used} of {llm.stats().pages_total} pages"
     )
 
 

@@ -47,7 +47,7 @@ class ArgumentShapes:
             index = np.zeros(program.num_rows, np.int32)
             return self.weights, *self._placed((hidden, index, index))
         batch = batches.pack(
-            [((0,), 0, (1,))],
+            [((0,), 0, [(1,) for _ in self.spec.kv_groups])],
             page_size=self.spec.page_size,
             num_tokens=program.num_tokens,
             num_rows=program.num_rows,
@@ -67,7 +67,8 @@ class ArgumentShapes:
     def of_helpers(self) -> dict[Callable[..., Any], tuple]:
         """The functions that run between steps, with the shapes of their arguments."""
         cache, rows = self._state()
-        pages, tokens = np.zeros(PAGE_COPIES, np.int32), np.zeros(self.max_model_len, np.int32)
+        pages = tuple(np.zeros(PAGE_COPIES, np.int32) for _ in self.spec.kv_groups)
+        tokens = np.zeros(self.max_model_len, np.int32)
         arguments: dict[Callable[..., Any], tuple] = {
             kv.copy_pages: (cache, pages, pages),
             sample.set_row: (rows, np.int32(0), tokens, np.int32(0)),

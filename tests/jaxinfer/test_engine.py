@@ -411,12 +411,13 @@ def test_a_stop_before_the_last_token_corrects_all_that_was_counted():
     assert seq.cumulative_logprob == pytest.approx(sum(six[:4]), abs=1e-6)
 
 
-def test_padded_rows_leave_the_last_token_alone():
+def test_padded_rows_leave_the_last_token_alone(monkeypatch):
     """Two decode rows fill both tokens of a step, and two padded rows have no token of their own."""
-    echo = SimpleNamespace(  # draws each row's input id
-        forward=lambda config, weights, cache, batch: (batch.token_ids, cache),
-        unembed=lambda config, weights, ids: jax.nn.one_hot(ids, 16),
+    # draws each row's input id
+    monkeypatch.setattr(
+        "jaxinfer.step.forward", lambda model, config, weights, cache, batch: (batch.token_ids, cache)
     )
+    echo = SimpleNamespace(unembed=lambda config, weights, ids: jax.nn.one_hot(ids, 16))
     rows = init_row_state(4, 8).replace(last_token=jnp.array([5, 7, 0, 0, 0], jnp.int32))
     batch = pack(
         [((0,), 3, (1,)), ((0,), 3, (2,))], page_size=8, num_rows=4, spare_row=4, from_row=[True, True]

@@ -36,7 +36,7 @@ def hidden(model, config, weights, implementation, strategy="auto", chunks=(17, 
         config.num_layers, config.num_kv_heads, config.head_dim, PAGE_SIZE, 9,
         implementation=implementation, layer_strategy=strategy,
     )  # fmt: skip
-    assert cache_spec.layer_strategy in ("one_loop", "unrolled")
+    assert cache_spec.strategy in ("one_loop", "unrolled")
     step, cache, start, out = jax.jit(partial(forward, model, config)), kv.init(cache_spec), 0, []
     for n in chunks:
         packed = batches.pack([(PROMPT[start : start + n], start, [7, 2, 8, 4, 1])], page_size=PAGE_SIZE)

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxinfer.page_allocator import PageAllocator
+from jaxinfer.page_groups import PageGroups, most_pages
 from jaxinfer.request import Request, SamplingParams, Sequence
 from jaxinfer.scheduler import RequestTooLong, ScheduledStep, Scheduler, SchedulerConfig
 
@@ -30,6 +31,8 @@ class Rig:
     vocab: int = VOCAB
     masks_stops: bool = True
     ahead: int = 0
+    windows: tuple[int | None, ...] = (None,)  # of KV groups
+    window_pages: int = 0  # of the pool of each group with a window
     steps: list[ScheduledStep] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -41,9 +44,18 @@ class Rig:
             decode_steps=self.decode_steps,
         )
         self.allocator = PageAllocator(self.num_pages, self.page_size, self.enable_prefix_caching)
-        self.scheduler = Scheduler(config, self.allocator)
+        pools = [self.allocator]
+        for _ in self.windows[1:]:
+            pools.append(PageAllocator(self.window_pages, self.page_size, self.enable_prefix_caching))
+        self.groups = PageGroups(pools, self.windows, config.max_step_tokens)
+        self.scheduler = Scheduler(config, self.groups)
         self.device = FakeDevice(
-            self.num_pages, self.page_size, self.max_num_seqs, self.vocab, self.masks_stops
+            max(self.num_pages, self.window_pages),
+            self.page_size,
+            self.max_num_seqs,
+            self.vocab,
+            self.masks_stops,
+            self.windows,
         )
         self.in_flight: deque[tuple[ScheduledStep, list[list[int]]]] = deque()
 
@@ -84,7 +96,7 @@ class Rig:
         assert (stats.num_running, stats.num_waiting, stats.pages_used) == (0, 0, 0)
         assert not self.scheduler._claims and not self.scheduler._num_parked
         assert sorted(self.scheduler._free_rows) == list(range(self.max_num_seqs))
-        self.allocator.check_invariants()
+        self.groups.check_invariants()
 
     def expected(self, seq: Sequence) -> tuple[list[int], str]:
         capacity = (self.num_pages - 1) * self.page_size
@@ -174,7 +186,7 @@ def test_k_steps_only_when_every_row_decodes_and_nothing_waits():
     # chunk, chunk, then k; "b" waits, is admitted with k = 1, leaves again
     assert ks == [1, 1, 4, 4, 1, 4, 4, 1]
     rig.run()
-    assert all(len(row.seq.pages) == 0 for step in rig.steps for row in step.rows)
+    assert all(row.seq.pages == [] for step in rig.steps for row in step.rows)
 
 
 def test_k_falls_to_one_when_pages_for_k_tokens_are_missing():
@@ -366,9 +378,9 @@ def test_samples_share_the_prompts_pages_and_copy_only_the_last(prompt, shared_p
     rig.step()
     step = rig.step()
     assert step is not None and len(step.page_copies) == copied
-    first = seqs[0].pages[:shared_pages]
+    first = seqs[0].pages[0][:shared_pages]
     for other in seqs[1:]:
-        assert other.pages[:shared_pages] == first
+        assert other.pages[0][:shared_pages] == first
     assert [rig.allocator.ref_count(page) for page in first] == [4] * shared_pages
     rig.run()
     rig.check_outputs(seqs)
@@ -553,18 +565,25 @@ def test_config_refuses_what_cannot_run():
 def rigs(draw) -> Rig:
     max_num_seqs = draw(st.integers(1, 5))
     page_size = draw(st.sampled_from([1, 2, 4, 16]))
+    budget = max_num_seqs + draw(st.sampled_from([0, 1, 5, 40]))
+    decode_steps = draw(st.sampled_from([1, 3, 8]))
+    windows = draw(st.sampled_from([(), (), (3,), (9,), (1, 20)]))
+    # room for a longest sequence in every group with a window, and for few more
+    most = max((most_pages(40, page_size, w, max(budget, decode_steps)) for w in windows), default=0)
     return Rig(
         num_pages=1 + draw(st.integers(max(2, 32 // page_size), 90 // page_size)),
         page_size=page_size,
         max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_seqs + draw(st.sampled_from([0, 1, 5, 40])),
+        max_num_batched_tokens=budget,
         max_model_len=40,
         max_num_partial_prefills=draw(st.integers(1, 3)),
-        decode_steps=draw(st.sampled_from([1, 3, 8])),
+        decode_steps=decode_steps,
         enable_prefix_caching=draw(st.booleans()),
         vocab=draw(st.sampled_from([2, 9, 50])),
         masks_stops=draw(st.booleans()),
         ahead=draw(st.integers(0, 1)),
+        windows=(None, *windows),
+        window_pages=1 + most * draw(st.integers(1, 3)),
     )
 
 
@@ -601,10 +620,10 @@ def test_simulation_every_request_ends_with_exactly_its_tokens(data):
             continue
         for _ in range(data.draw(st.integers(0, 6))):
             rig.step()
-            rig.allocator.check_invariants()
+            rig.groups.check_invariants()
         if number in doomed:
             aborted.update(rig.scheduler.abort(request.request_id))
-            rig.allocator.check_invariants()
+            rig.groups.check_invariants()
     rig.run()
     assert all(step.num_tokens <= rig.max_num_batched_tokens for step in rig.steps)
     for step in rig.steps:
@@ -612,6 +631,69 @@ def test_simulation_every_request_ends_with_exactly_its_tokens(data):
         assert one_token == sorted(one_token, reverse=True)
     rig.check_outputs([seq for seq in seqs if seq not in aborted])
     assert all(seq.finish_reason == "abort" for seq in aborted)
+
+
+def test_pages_behind_a_window_serve_others_while_the_sequence_runs():
+    """A prompt of 400 tokens in a pool of 8 pages of 4: 16 tokens of a window and 9 of a chunk at a time."""
+    rig = Rig(
+        num_pages=250, page_size=4, max_num_seqs=2, max_num_batched_tokens=9, max_model_len=500, decode_steps=4,
+        windows=(None, 16), window_pages=1 + 2 * 7,
+    )  # fmt: skip
+    assert most_pages(500, 4, 16, 9) == 7
+    seqs = [*rig.add("a", prompt_of(400), max_tokens=20), *rig.add("b", prompt_of(90, 2), max_tokens=60)]
+    most = 0
+    while rig.scheduler.has_unfinished:
+        rig.step()
+        rig.groups.check_invariants()
+        most = max(most, rig.groups.groups[1].num_used)
+    assert 7 < most <= 14, "both run at the same time"
+    rig.check_outputs(seqs)
+    assert rig.scheduler.stats().num_preemptions == 0
+
+
+def test_a_sequence_waits_for_room_in_a_group_with_a_window():
+    rig = Rig(
+        num_pages=250, page_size=4, max_num_seqs=3, max_num_batched_tokens=9, max_model_len=500,
+        windows=(None, 16), window_pages=1 + 7,
+    )  # fmt: skip
+    seqs = [seq for i in range(3) for seq in rig.add(str(i), prompt_of(60, i + 1), max_tokens=9)]
+    rig.step()
+    assert rig.scheduler.stats().num_running == 1
+    rig.run()
+    rig.check_outputs(seqs)
+
+
+def test_a_pool_of_a_window_too_small_for_it_bounds_requests():
+    """5 pages where a long sequence holds 7: 20 tokens in pages, and a last one that is no input."""
+    rig = Rig(
+        num_pages=250, page_size=4, max_num_seqs=1, max_num_batched_tokens=9, max_model_len=500,
+        windows=(None, 16), window_pages=1 + 5,
+    )  # fmt: skip
+    with pytest.raises(RequestTooLong, match="a pool of 20 tokens"):
+        rig.add("long", prompt_of(10), max_tokens=12)
+    seqs = rig.add("fits", prompt_of(10), max_tokens=11)
+    rig.run()
+    rig.check_outputs(seqs)
+
+
+def test_a_cached_prefix_needs_the_newest_pages_of_a_group_with_a_window():
+    """As long as they are there; older ones of that group may be gone."""
+    rig = Rig(
+        num_pages=250, page_size=4, max_num_seqs=1, max_num_batched_tokens=8, max_model_len=500,
+        windows=(None, 8), window_pages=1 + 9,
+    )  # fmt: skip
+    prompt = prompt_of(80)
+    rig.add("a", prompt, max_tokens=1)
+    rig.run()
+    (again,) = rig.add("again", [*prompt, 7], max_tokens=1)
+    rig.run()
+    assert again.num_cached_tokens == 80, "the older pages of the window were reclaimed, and nobody sees them"
+    rig.add("other", prompt_of(80, 2), max_tokens=1)  # takes the pool of the window
+    rig.run()
+    (late,) = rig.add("late", [*prompt, 7], max_tokens=1)
+    rig.run()
+    assert late.num_cached_tokens == 0
+    rig.check_outputs([again, late])
 
 
 @pytest.mark.parametrize("same_prompt", [True, False])

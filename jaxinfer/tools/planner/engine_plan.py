@@ -5,7 +5,7 @@ from typing import Any
 
 from jaxinfer import defaults
 from jaxinfer.device_facts import DeviceFacts
-from jaxinfer.kv_cache import KVCacheSpec, pages_needed
+from jaxinfer.kv_cache import KVCacheSpec
 from jaxinfer.models.spec import ModelModule
 from jaxinfer.options import LLMOptions
 from jaxinfer.tools.planner import temporaries
@@ -84,26 +84,27 @@ def check(
     shape = ModelShape.from_config(module, config)
     num_rows, max_model_len = options.max_num_seqs, options.max_model_len
     length = max_model_len or config.max_position_embeddings
-    full_sequence = 1 + pages_needed(length, spec.page_size)
+    per_sequence = spec.pages_per_sequence(length, max(options.max_num_batched_tokens, options.decode_steps))
+    full_sequence = 1 + max(per_sequence)
     temporary = temporaries.estimate(
         shape, num_tokens=options.max_num_batched_tokens, num_rows=num_rows, platform=device.platform
     )
     rows = row_state_bytes(num_rows, length)
     free, to_load = device.memory_free, 0 if weights_loaded else weights_bytes
     room = free - to_load - rows - temporary
-    if room < 2 * spec.bytes_per_page:
+    if room < spec.sized(2, per_sequence).total_bytes:
         raise PlanError(_no_room(shape, weights_bytes, rows + temporary, free, weights_loaded))
 
     def shared(utilization: float | None) -> tuple[int, str]:
         """(pages that a share of the memory leaves, where the number comes from)."""
         budget, reason = defaults.memory_budget(device, utilization, to_load)
-        return min(int(budget // spec.bytes_per_page), 1 + num_rows * (full_sequence - 1)), reason
+        return min(spec.pages_in(budget, per_sequence), 1 + num_rows * (full_sequence - 1)), reason
 
-    most = room // spec.bytes_per_page
+    most = spec.pages_in(room, per_sequence)
     if options.num_pages is not None:
         pages, reason = options.num_pages, f"num_pages={options.num_pages}"
     elif options.kv_cache_memory_bytes is not None:
-        pages = options.kv_cache_memory_bytes // spec.bytes_per_page
+        pages = spec.pages_in(options.kv_cache_memory_bytes, per_sequence)
         reason = f"kv_cache_memory_bytes={options.kv_cache_memory_bytes}"
     else:
         pages, reason = shared(options.gpu_memory_utilization)
@@ -112,7 +113,7 @@ def check(
     wanted = full_sequence if max_model_len is not None else 2
     if pages > most:
         raise PlanError(
-            f"{reason} asks for {pages} pages, {size(pages * spec.bytes_per_page)}, and after "
+            f"{reason} asks for {pages} pages, {size(spec.sized(pages, per_sequence).total_bytes)}, and after "
             f"{size(weights_bytes)} of weights {size(max(0, room))} of {size(free)} are left; the nearest is "
             f"num_pages={most} ({(most - 1) * spec.page_size} tokens)"
         )
@@ -123,13 +124,13 @@ def check(
         raise PlanError(
             f"{reason} leaves {max(0, pages)} pages of {spec.page_size} tokens, and one sequence of {length} "
             f"tokens needs {wanted} with the null page; the nearest are "
-            + ", or ".join(_nearest(spec, pages, wanted, most, max_model_len, utilization))
+            + ", or ".join(_nearest(spec, per_sequence, pages, wanted, most, max_model_len, utilization))
         )
     return EnginePlan(
         weights_bytes=weights_bytes,
         num_pages=pages,
         page_size=spec.page_size,
-        pool_bytes=pages * spec.bytes_per_page,
+        pool_bytes=spec.sized(pages, per_sequence).total_bytes,
         row_state_bytes=rows,
         temporaries_bytes=temporary,
         free_bytes=free,
@@ -148,6 +149,7 @@ def _no_room(shape: ModelShape, weights: int, beside: int, free: int, loaded: bo
 
 def _nearest(
     spec: KVCacheSpec,
+    per_sequence: tuple[int, ...],
     pages: int,
     wanted: int,
     most: int,
@@ -158,7 +160,7 @@ def _nearest(
     if max_model_len is not None and pages >= 2:
         found.append(f"max_model_len={(pages - 1) * spec.page_size}")
     if wanted <= most:
-        found.append(f"num_pages={wanted} ({size(wanted * spec.bytes_per_page)})")
+        found.append(f"num_pages={wanted} ({size(spec.sized(wanted, per_sequence).total_bytes)})")
         if utilization is not None:
             found.append(f"gpu_memory_utilization={utilization:g}")
     elif most >= 2:

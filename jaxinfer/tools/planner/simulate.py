@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from jaxinfer.metrics import Work
 from jaxinfer.page_allocator import PageAllocator
+from jaxinfer.page_groups import PageGroups
 from jaxinfer.programs.buckets import Buckets
 from jaxinfer.request import Request, SamplingParams, Sequence
 from jaxinfer.scheduler import ScheduledStep, Scheduler, SchedulerConfig
@@ -137,7 +138,7 @@ def simulate(
     Raises:
       RequestTooLong: a request can never fit.
     """
-    allocator = PageAllocator(num_pages, page_size, enable_prefix_caching=False)
+    allocator = PageGroups([PageAllocator(num_pages, page_size, enable_prefix_caching=False)])
     scheduler = Scheduler(config, allocator)
     coming = deque(arrivals)
     times: list[Times] = []
