@@ -164,6 +164,8 @@ class PageGroups:
         """(pages of each group, number of pages) of the longest prefix of `keys` that is cached."""
         full = [group.lookup(keys) for group in self._full]
         count = min(map(len, full), default=len(keys))
+        if not self._windowed:
+            return [pages[:count] for pages in full], count
         before = -1
         while count != before:
             before = count

@@ -8,30 +8,32 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from engines import MODEL_LEN, PAGE_SIZE, assert_greedy, drain, greedy_params, load, submit
+from engines import CPU, MODEL_LEN, PAGE_SIZE, assert_greedy, drain, greedy_params, load, submit
 from tiny_models import random_tokens
 
 from jaxinfer import kv_cache as kv
-from jaxinfer.engine import Engine, EngineConfig
-from jaxinfer.forward import forward, kv_groups
+from jaxinfer.engine import Engine
+from jaxinfer.forward import forward
 from jaxinfer.llm import LLM
 from jaxinfer.models import layers
+from jaxinfer.options import LLMOptions
 from jaxinfer.programs.buckets import Buckets
 from jaxinfer.request import SamplingParams
-from jaxinfer.scheduler import SchedulerConfig
+from jaxinfer.resolve import resolve
+from jaxinfer.weight_forms import ModelFacts
 
 WINDOWS = (12, None, 12)  # of the layers; those with a window are group 1
 TOKENS, ROWS, STEPS = 16, 4, 4
 
 
 @cache
-def windowed():
-    """(model file, config, weights) of tiny Llama with a third layer, and a window in two of them."""
+def windowed(windows=WINDOWS):
+    """(model file, config, weights) of tiny Llama with a third layer, and a window in two of them, or in all."""
     module, config, weights = load("llama_gqa")
 
     def attention_options(config, layer):
-        window = WINDOWS[layer]
-        return replace(module.attention_options(config, layer), window=window, group=int(window is not None))
+        group = int(None in windows and windows[layer] is not None)
+        return replace(module.attention_options(config, layer), window=windows[layer], group=group)
 
     model = types.ModuleType("windowed")
     vars(model).update({**vars(module), "attention_options": attention_options})
@@ -58,13 +60,13 @@ def dense_logits(windows, token_ids):
 
 
 @cache
-def expected(prompt: tuple[int, ...], count: int) -> tuple[np.ndarray, np.ndarray]:
+def expected(prompt: tuple[int, ...], count: int, windows=WINDOWS) -> tuple[np.ndarray, np.ndarray]:
     """Greedy ids of the dense model, and the lead of each over the second."""
     ids, gaps = list(prompt), []
     with jax.default_matmul_precision("highest"):
         for _ in range(count):
             padded = jnp.asarray(ids + [0] * (MODEL_LEN - len(ids)))
-            logits = np.asarray(dense_logits(WINDOWS, padded)[len(ids) - 1])
+            logits = np.asarray(dense_logits(windows, padded)[len(ids) - 1])
             best, second = np.sort(logits)[-1], np.sort(logits)[-2]
             ids.append(int(logits.argmax()))
             gaps.append(best - second)
@@ -73,17 +75,19 @@ def expected(prompt: tuple[int, ...], count: int) -> tuple[np.ndarray, np.ndarra
 
 def make_engine(implementation: str, num_pages: int = 60, window_pages: int = 40) -> Engine:
     model, config, weights = windowed()
-    (full, none), (narrow, window) = kv_groups(model, config)
-    assert (full, none, narrow, window) == ((1,), None, (0, 2), 12)
-    groups = kv.KVGroup(full, None, num_pages), kv.KVGroup(narrow, window, window_pages)
-    spec = kv.KVCacheSpec(
-        3, config.num_kv_heads, config.head_dim, PAGE_SIZE, max(num_pages, window_pages),
-        implementation=implementation, groups=groups,
-    )  # fmt: skip
     buckets = Buckets(((TOKENS, ROWS),), decode=(ROWS,), decode_steps=STEPS, multi_step=(ROWS,))
-    scheduler = SchedulerConfig(ROWS, TOKENS, MODEL_LEN, max_num_partial_prefills=2, decode_steps=STEPS)
-    options = EngineConfig(scheduler=scheduler, buckets=buckets, matmul_precision="highest")
-    return Engine(model, config, weights, spec, options)
+    settings = LLMOptions(
+        max_model_len=MODEL_LEN, max_num_seqs=ROWS, max_num_batched_tokens=TOKENS, max_num_partial_prefills=2,
+        decode_steps=STEPS, page_size=PAGE_SIZE, buckets=buckets, implementation=implementation,
+        background_compile=False,
+    )  # fmt: skip
+    resolved = resolve(settings, ModelFacts(model, config, weights_given=True), CPU)
+    full, narrow = resolved.spec.groups
+    assert (full.layers, full.window, narrow.layers, narrow.window) == ((1,), None, (0, 2), 12)
+    groups = replace(full, num_pages=num_pages), replace(narrow, num_pages=window_pages)
+    spec = replace(resolved.spec, num_pages=max(num_pages, window_pages), groups=groups)
+    programs = replace(resolved, spec=spec).compiler(weights=weights)
+    return Engine(programs, weights, resolved.engine_config())
 
 
 PROMPTS = [random_tokens(f"kv groups {i}", n) for i, n in enumerate((50, 3, 33, 21, 40, 12))]
@@ -116,6 +120,24 @@ def test_tokens_equal_a_dense_model_chunked_preempted_and_from_cached_pages(impl
         drain(engine)
         check([seq], [prompt])
     assert engine.scheduler.stats().num_cached_tokens > stats.num_cached_tokens
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_a_model_whose_layers_all_have_a_window_keeps_no_more_than_it(batch_invariant):
+    """Its pool of 12 pages of 4 runs two sequences of up to 128 tokens at a time, and is never short."""
+    windows = (12, 12, 12)
+    model, config, weights = windowed(windows)
+    with LLM(
+        config=config, weights=weights, model_module=model, max_model_len=128, page_size=4, max_num_seqs=4,
+        max_num_batched_tokens=8, decode_steps=4, num_pages=13, batch_invariant=batch_invariant,
+        background_compile=False,
+    ) as llm:  # fmt: skip
+        assert [group.window for group in llm.engine.spec.groups] == [12]
+        params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+        outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+        assert llm.stats().num_preemptions == 0 and llm.stats().peak_pages_used <= 12
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        assert_greedy(output.outputs[0].token_ids, *expected(tuple(prompt), 40, windows))
 
 
 def test_samples_of_a_request_share_pages_of_both_groups():
