@@ -4,14 +4,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxinfer.llm import LLM
-    from jaxinfer.request import RequestOutput, SamplingParams
+    from jaxinfer.outputs import RequestOutput
+    from jaxinfer.sampling.params import SamplingParams
 
 __all__ = ["LLM", "RequestOutput", "SamplingParams"]
 
 _HOMES = {
     "LLM": "jaxinfer.llm",
-    "RequestOutput": "jaxinfer.request",
-    "SamplingParams": "jaxinfer.request",
+    "RequestOutput": "jaxinfer.outputs",
+    "SamplingParams": "jaxinfer.sampling.params",
 }
 
 

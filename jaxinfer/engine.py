@@ -25,6 +25,7 @@ from jaxinfer import forks
 from jaxinfer import kv_cache as kv
 from jaxinfer.batch import StepBatch
 from jaxinfer.metrics import Metrics, Recording, RowRecord, SequenceRecord, StepRecord, StepTotals, Work
+from jaxinfer.outputs import RequestMetrics
 from jaxinfer.page_allocator import PageAllocator
 from jaxinfer.page_groups import PageGroups
 from jaxinfer.programs.arguments import PAGE_COPIES
@@ -32,7 +33,7 @@ from jaxinfer.programs.background import BackgroundCompiler, give_back_memory
 from jaxinfer.programs.buckets import Buckets, Program
 from jaxinfer.programs.compile import Programs
 from jaxinfer.programs.settings import own_settings
-from jaxinfer.request import MAX_ARRAY_ENTRIES, MAX_LOGPROB_ENTRIES, Request, RequestMetrics, Sequence
+from jaxinfer.request import MAX_ARRAY_ENTRIES, MAX_LOGPROB_ENTRIES, Request, Sequence
 from jaxinfer.sampling import logprobs, sample
 from jaxinfer.sampling.logits_processors import ProcessorArgs
 from jaxinfer.sampling.logprobs import PromptPiece

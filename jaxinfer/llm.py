@@ -21,14 +21,20 @@ from jaxinfer.metrics import Work
 from jaxinfer.model_source import ModelSource, find_model, given_model
 from jaxinfer.models.spec import ModelModule
 from jaxinfer.options import DEFAULTS, LLMOptions, documentation, signature
+from jaxinfer.outputs import Loglikelihood, RequestOutput
 from jaxinfer.programs import compile_cache, saved_programs
 from jaxinfer.programs.background import BackgroundCompiler, give_back_memory
 from jaxinfer.programs.saved_programs import SavedPrograms
+<<<<<<< HEAD
 from jaxinfer.programs.settings import own_settings
 from jaxinfer.request import Loglikelihood, Request, RequestOutput, SamplingParams, TopK, hash64
+=======
+from jaxinfer.request import Request, TopK, hash64
+>>>>>>> 78c7522 (request.py holds the request and its sequence alone: parameters and results have files of their own)
 from jaxinfer.request_loop import Outputs, RequestLoop
 from jaxinfer.resolve import resolve
 from jaxinfer.sampling.logits_processors import ProcessorArgs
+from jaxinfer.sampling.params import SamplingParams
 from jaxinfer.text import chat
 from jaxinfer.text import prompts as prompts_
 from jaxinfer.text.prompts import Prompt

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxinfer.request import RequestMetrics
+from jaxinfer.outputs import RequestMetrics
 
 RATIO = 1.02  # of the edges of a bin: percentiles are right within 1 %
 LOG_RATIO = math.log(RATIO)

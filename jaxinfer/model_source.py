@@ -14,7 +14,7 @@ from jaxinfer.checkpoints.files import has, inside
 from jaxinfer.checkpoints.loading import Transform, leaf_sources, named_leaves
 from jaxinfer.models.spec import ModelModule
 from jaxinfer.options import LLMOptions
-from jaxinfer.request import SamplingParams
+from jaxinfer.sampling.params import SamplingParams
 from jaxinfer.text.prompts import default_sampling_params
 from jaxinfer.text.tokenizer import Tokenizer, load_tokenizer
 from jaxinfer.weight_forms import ModelFacts

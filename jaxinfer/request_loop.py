@@ -10,7 +10,8 @@ from sys import is_finalizing
 
 from jaxinfer import forks
 from jaxinfer.engine import Engine
-from jaxinfer.request import Request, RequestOutput, Sequence
+from jaxinfer.outputs import RequestOutput
+from jaxinfer.request import Request, Sequence
 from jaxinfer.text.records import Record
 
 _loops: "weakref.WeakSet[RequestLoop]" = weakref.WeakSet()

@@ -16,8 +16,9 @@ from jaxinfer.metrics import Recording, Work
 from jaxinfer.models import qwen3
 from jaxinfer.options import LLMOptions
 from jaxinfer.programs.buckets import Buckets
-from jaxinfer.request import Request, SamplingParams
+from jaxinfer.request import Request
 from jaxinfer.resolve import resolve
+from jaxinfer.sampling.params import SamplingParams
 from jaxinfer.tools.planner.hardware import Hardware
 from jaxinfer.tools.planner.roofline import step_cost
 from jaxinfer.tools.planner.shape import ModelShape

@@ -20,8 +20,9 @@ from jaxinfer.options import LLMOptions
 from jaxinfer.programs import compile_cache
 from jaxinfer.programs.background import BackgroundCompiler
 from jaxinfer.programs.buckets import Buckets
-from jaxinfer.request import Request, SamplingParams, Sequence
+from jaxinfer.request import Request, Sequence
 from jaxinfer.resolve import resolve
+from jaxinfer.sampling.params import SamplingParams
 from jaxinfer.weight_forms import ModelFacts
 
 compile_cache.enable(compile_cache.default_folder())

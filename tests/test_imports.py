@@ -14,8 +14,9 @@ ROOT = Path(__file__).parents[1]
 # Lowest first. A module imports from its own layer and from those below; a new module needs a place here.
 LAYERS = [
     "pallas_kernels wording",
+    "sampling.params sampling.logprob_arrays outputs",
     "request forks quantization tiles sharding sampling.sample sampling.filters sampling.penalties "
-    "sampling.logits_processors sampling.logprob_arrays text.stop_strings programs.compile_cache programs.settings",
+    "sampling.logits_processors text.stop_strings programs.compile_cache programs.settings",
     "kv_cache models.layers batch page_allocator page_groups metrics tools.timeline",
     "scheduler attention device_facts programs.saved_programs programs.buckets",
     "models defaults options",
@@ -76,7 +77,9 @@ def test_no_program_asks_what_it_runs_on(path):
     assert "platform_dependent" not in text and "default_backend" not in text
 
 
-@pytest.mark.parametrize("name", ["request", "page_allocator", "page_groups", "scheduler"])
+@pytest.mark.parametrize(
+    "name", ["request", "outputs", "sampling/params", "page_allocator", "page_groups", "scheduler"]
+)
 def test_host_modules_know_no_jax(name):
     modules = imported_modules((ROOT / "jaxinfer" / f"{name}.py").read_text())
     assert not {m for m in modules if m.split(".")[0] in ("jax", "jaxlib", "flax")}

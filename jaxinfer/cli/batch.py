@@ -17,7 +17,8 @@ from jaxinfer.cli.options import (
     without,
     write_json,
 )
-from jaxinfer.request import SamplingParams, TopK
+from jaxinfer.request import TopK
+from jaxinfer.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
     from jaxinfer.tools.batch_runner.progress import Totals

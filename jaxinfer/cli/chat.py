@@ -19,7 +19,7 @@ from jaxinfer.cli.options import (
     without,
 )
 from jaxinfer.cli.report import follow, line, text_of
-from jaxinfer.request import SamplingParams, check_characters
+from jaxinfer.sampling.params import SamplingParams, check_characters
 
 if TYPE_CHECKING:
     from jaxinfer.llm import LLM

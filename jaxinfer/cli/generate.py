@@ -21,7 +21,7 @@ from jaxinfer.cli.options import (
     write_json,
 )
 from jaxinfer.cli.report import Run, block, follow, ids_of, text_of
-from jaxinfer.request import check_characters
+from jaxinfer.sampling.params import check_characters
 
 Prompt = Annotated[
     str | None,

@@ -15,7 +15,7 @@ from typing import Annotated, Any, get_args
 import typer
 
 from jaxinfer.options import DEFAULTS, LLMOptions, kinds
-from jaxinfer.request import SamplingParams
+from jaxinfer.sampling.params import SamplingParams
 
 TEMPERATURE = 0.0  # greedy: the same command gives the same text
 MAX_TOKENS = 256  # a whole answer, where SamplingParams has vLLM's 16

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from jaxinfer.request import CompletionOutput, RequestOutput
+from jaxinfer.outputs import CompletionOutput, RequestOutput
 
 if TYPE_CHECKING:
     from jaxinfer.llm import LLM

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxinfer.request import Logprob
+from jaxinfer.outputs import Logprob
 
 
 class TokenLogprobs(NamedTuple):

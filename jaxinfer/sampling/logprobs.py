@@ -12,9 +12,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxinfer.outputs import Logprob
 from jaxinfer.programs.buckets import Program, score_program
-from jaxinfer.request import MAX_LOGPROBS, Logprob, Sequence
+from jaxinfer.request import Sequence
 from jaxinfer.sampling.logprob_arrays import LogprobArrays, TokenLogprobs
+from jaxinfer.sampling.params import MAX_LOGPROBS
 from jaxinfer.sampling.sample import NOT_FINITE, SampleOutput
 from jaxinfer.scheduler import ScheduledRow, ScheduledStep
 

@@ -19,9 +19,9 @@ import numpy as np
 from flax import struct
 from jax import Array, lax
 
-from jaxinfer.request import GREEDY_BELOW
 from jaxinfer.sampling.filters import Filters, argmax, best_tokens, draw, find_cut, keep_mask
 from jaxinfer.sampling.logits_processors import checked
+from jaxinfer.sampling.params import GREEDY_BELOW
 from jaxinfer.sampling.penalties import Extras, apply_extras, asks_for_extras, build_extras
 
 Variant = Literal["greedy", "sample", "any", "full"]

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from typing import Any
 
-from jaxinfer.request import SamplingParams
+from jaxinfer.sampling.params import SamplingParams
 from jaxinfer.text.tokenizer import Tokenizer
 from jaxinfer.wording import shown
 

@@ -5,7 +5,8 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from jaxinfer.request import CompletionOutput, Loglikelihood, Logprob, RequestOutput, Sequence
+from jaxinfer.outputs import CompletionOutput, Loglikelihood, Logprob, RequestOutput
+from jaxinfer.request import Sequence
 from jaxinfer.text.detokenizer import TextStream
 from jaxinfer.text.tokenizer import Tokenizer
 

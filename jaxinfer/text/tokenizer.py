@@ -20,7 +20,7 @@ from jaxinfer.checkpoints.files import (
 )
 from jaxinfer.checkpoints.sentencepiece_model import read_metadata
 from jaxinfer.checkpoints.token_ids import valid_ids
-from jaxinfer.request import check_characters
+from jaxinfer.sampling.params import check_characters
 from jaxinfer.text.detokenizer import BYTE_TOKEN, DecoderRules, Detokenizer, decoder_rules
 from jaxinfer.wording import shown
 

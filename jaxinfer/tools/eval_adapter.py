@@ -19,7 +19,7 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from jaxinfer.llm import LLM
-from jaxinfer.request import SamplingParams
+from jaxinfer.sampling.params import SamplingParams
 from jaxinfer.text import chat, prompts
 from jaxinfer.text.tokenizer import Tokenizer
 from jaxinfer.tools.gen_kwargs import acting

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from jaxinfer.request import SamplingParams
+from jaxinfer.sampling.params import SamplingParams
 from jaxinfer.wording import shown
 
 SAMPLING_FIELDS = {field.name for field in dataclasses.fields(SamplingParams)}

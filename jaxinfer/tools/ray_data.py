@@ -14,7 +14,7 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from jaxinfer.request import SamplingParams
+from jaxinfer.sampling.params import SamplingParams
 from jaxinfer.tools.batch_runner import responses
 from jaxinfer.tools.batch_runner.inputs import BadLine
 from jaxinfer.tools.batch_runner.tasks import parse

@@ -17,7 +17,7 @@ from jaxinfer.engine import Engine
 from jaxinfer.programs.background import BackgroundCompiler, give_back_memory
 from jaxinfer.programs.buckets import Program
 from jaxinfer.programs.compile import Programs
-from jaxinfer.request import SamplingParams
+from jaxinfer.sampling.params import SamplingParams
 
 NAME = "planted"
 A, B = (Program("decode", rows, rows) for rows in (1, 2))

@@ -18,7 +18,7 @@ from tokenizers import Regex, pre_tokenizers
 
 from jaxinfer.llm import LLM
 from jaxinfer.programs.buckets import Buckets
-from jaxinfer.request import SamplingParams
+from jaxinfer.sampling.params import SamplingParams
 from jaxinfer.text import prompts
 from jaxinfer.text.tokenizer import Tokenizer, load_tokenizer
 

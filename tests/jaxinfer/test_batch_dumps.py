@@ -15,7 +15,8 @@ from typer.testing import CliRunner
 
 import jaxinfer.llm
 from jaxinfer.cli import app
-from jaxinfer.request import SamplingParams, TopK
+from jaxinfer.request import TopK
+from jaxinfer.sampling.params import SamplingParams
 from jaxinfer.tools.batch_runner import dumps, runner
 from jaxinfer.tools.batch_runner.window import Window
 

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 import jaxinfer.llm
 from jaxinfer.cli import app
-from jaxinfer.request import SamplingParams
+from jaxinfer.sampling.params import SamplingParams
 from jaxinfer.tools.batch_runner import inputs, journal, manifest
 from jaxinfer.tools.batch_runner.index import Index
 from jaxinfer.tools.batch_runner.inputs import BadLine

@@ -18,7 +18,7 @@ from jaxinfer.checkpoints import fetch
 from jaxinfer.llm import LLM
 from jaxinfer.models import layers, llama
 from jaxinfer.programs.buckets import Buckets
-from jaxinfer.request import SamplingParams
+from jaxinfer.sampling.params import SamplingParams
 from jaxinfer.tiles import TILE, map_tiles
 
 # Every model file and dtype once; the other pairs are slow cases.

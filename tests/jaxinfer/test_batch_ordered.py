@@ -7,7 +7,7 @@ import random
 import pytest
 from batch_jobs import OPTIONS, ROWS, cached_llm, mixed, write_model
 
-from jaxinfer.request import SamplingParams
+from jaxinfer.sampling.params import SamplingParams
 from jaxinfer.tools.batch_runner import journal, manifest, ordered, runner
 from jaxinfer.tools.batch_runner.index import Index
 from jaxinfer.tools.batch_runner.journal import Journal

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 import jaxinfer.llm
 from jaxinfer.cli import app
-from jaxinfer.request import SamplingParams
+from jaxinfer.sampling.params import SamplingParams
 from jaxinfer.tools.batch_runner import journal, runner
 from jaxinfer.tools.batch_runner.window import Window
 

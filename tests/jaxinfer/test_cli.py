@@ -24,8 +24,9 @@ from typer.testing import CliRunner
 import jaxinfer.llm
 from jaxinfer.checkpoints import TensorSource, fetch
 from jaxinfer.cli import COMMANDS, app, cache, options
+from jaxinfer.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from jaxinfer.programs import compile_cache
-from jaxinfer.request import CompletionOutput, RequestMetrics, RequestOutput, SamplingParams
+from jaxinfer.sampling.params import SamplingParams
 
 VOCAB = 320
 RUN = [sys.executable, "-c", "from jaxinfer.cli import main; main()"]

@@ -26,7 +26,7 @@ from planted import greedy, next_logprobs
 
 from jaxinfer.batch import pack
 from jaxinfer.programs.buckets import Buckets, Program
-from jaxinfer.request import SamplingParams
+from jaxinfer.sampling.params import SamplingParams
 from jaxinfer.sampling.sample import init_row_state
 from jaxinfer.scheduler import RequestTooLong, SchedulerConfig
 from jaxinfer.step import step

@@ -18,7 +18,7 @@ from tiny_models import write_hf
 
 from jaxinfer.llm import LLM, VLLM_METHODS
 from jaxinfer.programs.buckets import Buckets
-from jaxinfer.request import SamplingParams
+from jaxinfer.sampling.params import SamplingParams
 from jaxinfer.text.prompts import default_sampling_params
 from jaxinfer.text.records import Record
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from engines import BUCKETS, ROWS, TOKENS, drain, generate, greedy_params, make_engine, planted_table, submit
 
-from jaxinfer.request import SamplingParams
 from jaxinfer.sampling.logits_processors import ProcessorArgs
+from jaxinfer.sampling.params import SamplingParams
 
 
 def push(logits, rows, params):

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from jaxinfer.cli import app
 from jaxinfer.llm import LLM
 from jaxinfer.programs.buckets import Buckets
-from jaxinfer.request import SamplingParams
+from jaxinfer.sampling.params import SamplingParams
 from jaxinfer.tools.batch_runner.tasks import parse
 from jaxinfer.tools.batch_runner.window import Window
 

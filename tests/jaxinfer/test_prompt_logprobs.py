@@ -16,7 +16,8 @@ from engines import (
 from planted import next_logprobs
 
 from jaxinfer.programs.buckets import Buckets, score_program
-from jaxinfer.request import Request, SamplingParams, SequenceStatus, TopK
+from jaxinfer.request import Request, SequenceStatus, TopK
+from jaxinfer.sampling.params import SamplingParams
 
 NAME = "llama_gqa"
 golden = np.load(GOLDEN / f"{NAME}.npz")

@@ -16,7 +16,7 @@ from engines import load
 from jaxinfer import quantization
 from jaxinfer.llm import LLM
 from jaxinfer.quantization import XLA, QuantizedTensor, quantize_leaf
-from jaxinfer.request import SamplingParams
+from jaxinfer.sampling.params import SamplingParams
 
 RELATIVE = 2.0**-21
 AXES = {  # logical axes, shape, the input axes

@@ -9,7 +9,8 @@ import pytest
 from batch_jobs import mixed, write_model
 
 from jaxinfer.programs.buckets import Buckets
-from jaxinfer.request import SamplingParams, hash64
+from jaxinfer.request import hash64
+from jaxinfer.sampling.params import SamplingParams
 from jaxinfer.tools import ray_data
 
 # Few programs: they take longer to compile than these rows to run.

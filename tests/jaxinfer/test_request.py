@@ -5,7 +5,9 @@ import pickle
 import numpy as np
 import pytest
 
-from jaxinfer.request import Request, RequestMetrics, SamplingParams, Sequence
+from jaxinfer.outputs import RequestMetrics
+from jaxinfer.request import Request, Sequence
+from jaxinfer.sampling.params import SamplingParams
 
 
 def test_defaults_are_those_of_vllm():

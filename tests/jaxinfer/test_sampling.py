@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from jaxinfer.request import SamplingParams
 from jaxinfer.sampling.filters import argmax, best_tokens
+from jaxinfer.sampling.params import SamplingParams
 from jaxinfer.sampling.sample import (
     RowState,
     SamplingBatch,

@@ -25,8 +25,10 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from jaxinfer.request import RequestOutput, SamplingParams, TopK
+from jaxinfer.outputs import RequestOutput
+from jaxinfer.request import TopK
 from jaxinfer.sampling.logprob_arrays import LogprobArrays
+from jaxinfer.sampling.params import SamplingParams
 from jaxinfer.tools.batch_runner.journal import load_record, replaced, sync_folder, whole_lines
 from jaxinfer.tools.batch_runner.tasks import Task
 

@@ -9,7 +9,7 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from jaxinfer.request import RequestOutput
+from jaxinfer.outputs import RequestOutput
 from jaxinfer.scheduler import SchedulerStats
 
 LINE_SECONDS = 60.0  # between two lines of a log

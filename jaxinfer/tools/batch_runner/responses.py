@@ -6,7 +6,8 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from jaxinfer.request import CompletionOutput, Logprob, RequestOutput, SamplingParams
+from jaxinfer.outputs import CompletionOutput, Logprob, RequestOutput
+from jaxinfer.sampling.params import SamplingParams
 from jaxinfer.text.tokenizer import Tokenizer
 from jaxinfer.tools.batch_runner.journal import sealed
 from jaxinfer.tools.batch_runner.tasks import CHAT, LOGLIKELIHOOD, Task, hash64

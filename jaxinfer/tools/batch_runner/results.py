@@ -3,7 +3,7 @@
 import contextlib
 from typing import TYPE_CHECKING, Any
 
-from jaxinfer.request import RequestOutput
+from jaxinfer.outputs import RequestOutput
 from jaxinfer.tools.batch_runner import dumps, responses
 from jaxinfer.tools.batch_runner.journal import Journal, JournalError
 from jaxinfer.tools.batch_runner.ordered import OrderedOutput, early_path, set_aside

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from jaxinfer.request import SamplingParams, TopK, hash64
+from jaxinfer.request import TopK, hash64
+from jaxinfer.sampling.params import SamplingParams
 from jaxinfer.tools.batch_runner import dumps, inputs, manifest
 from jaxinfer.tools.batch_runner.index import Index
 from jaxinfer.tools.batch_runner.inputs import BadLine, Value

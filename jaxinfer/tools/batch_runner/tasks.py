@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jaxinfer.request import UNSUPPORTED_FIELDS, SamplingParams
+from jaxinfer.sampling.params import UNSUPPORTED_FIELDS, SamplingParams
 from jaxinfer.tools.batch_runner.inputs import MAX_ID_CHARS, BadLine, Value, key_of
 
 CHAT, COMPLETIONS, LOGLIKELIHOOD = "/v1/chat/completions", "/v1/completions", "/v1/loglikelihood"

@@ -7,7 +7,8 @@ time, and is the only place of the batch runner that reaches into the LLM.
 from typing import Any
 
 from jaxinfer.llm import LLM
-from jaxinfer.request import RequestOutput, TopK
+from jaxinfer.outputs import RequestOutput
+from jaxinfer.request import TopK
 from jaxinfer.text.prompts import encode_pair
 from jaxinfer.tools.batch_runner import dumps
 from jaxinfer.tools.batch_runner.tasks import CHAT, Task

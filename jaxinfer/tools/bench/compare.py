@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxinfer.llm import LLM
 from jaxinfer.metrics import Recording, StepRecord
-from jaxinfer.request import RequestOutput
+from jaxinfer.outputs import RequestOutput
 from jaxinfer.tools.bench.run import drive, run, warm
 from jaxinfer.tools.bench.workload import Offer
 from jaxinfer.tools.planner.hardware import Hardware

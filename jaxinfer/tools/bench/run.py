@@ -13,7 +13,8 @@ import jax
 
 from jaxinfer.llm import LLM
 from jaxinfer.metrics import StepTotals, Work
-from jaxinfer.request import RequestOutput, SamplingParams
+from jaxinfer.outputs import RequestOutput
+from jaxinfer.sampling.params import SamplingParams
 from jaxinfer.text.prompts import Prompt
 from jaxinfer.text.records import Record
 from jaxinfer.tools.bench.workload import Offer, least_work

@@ -10,7 +10,8 @@ from jaxinfer import defaults, models
 from jaxinfer.engine import Engine
 from jaxinfer.kv_cache import pages_needed
 from jaxinfer.llm import LLM
-from jaxinfer.request import Request, SamplingParams
+from jaxinfer.request import Request
+from jaxinfer.sampling.params import SamplingParams
 from jaxinfer.tools.planner import hardware as facts
 from jaxinfer.tools.planner.hardware import Hardware
 from jaxinfer.tools.planner.roofline import Setting, decode_bound, prefill_time

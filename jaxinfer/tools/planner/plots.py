@@ -7,7 +7,7 @@ from types import ModuleType
 from typing import Any
 
 from jaxinfer.metrics import Recording
-from jaxinfer.request import RequestMetrics
+from jaxinfer.outputs import RequestMetrics
 from jaxinfer.tools.planner.plan import Plan
 from jaxinfer.tools.planner.simulate import Simulation
 

@@ -9,7 +9,8 @@ from jaxinfer.metrics import Work
 from jaxinfer.page_allocator import PageAllocator
 from jaxinfer.page_groups import PageGroups
 from jaxinfer.programs.buckets import Buckets
-from jaxinfer.request import Request, SamplingParams, Sequence
+from jaxinfer.request import Request, Sequence
+from jaxinfer.sampling.params import SamplingParams
 from jaxinfer.scheduler import ScheduledStep, Scheduler, SchedulerConfig
 from jaxinfer.tools.planner.plan import Plan
 from jaxinfer.tools.planner.roofline import Setting, interconnect_time, step_cost
