@@ -25,12 +25,8 @@ from jaxinfer.outputs import Loglikelihood, RequestOutput
 from jaxinfer.programs import compile_cache, saved_programs
 from jaxinfer.programs.background import BackgroundCompiler, give_back_memory
 from jaxinfer.programs.saved_programs import SavedPrograms
-<<<<<<< HEAD
 from jaxinfer.programs.settings import own_settings
-from jaxinfer.request import Loglikelihood, Request, RequestOutput, SamplingParams, TopK, hash64
-=======
 from jaxinfer.request import Request, TopK, hash64
->>>>>>> 78c7522 (request.py holds the request and its sequence alone: parameters and results have files of their own)
 from jaxinfer.request_loop import Outputs, RequestLoop
 from jaxinfer.resolve import resolve
 from jaxinfer.sampling.logits_processors import ProcessorArgs

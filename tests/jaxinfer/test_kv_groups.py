@@ -18,8 +18,8 @@ from jaxinfer.llm import LLM
 from jaxinfer.models import layers
 from jaxinfer.options import LLMOptions
 from jaxinfer.programs.buckets import Buckets
-from jaxinfer.request import SamplingParams
 from jaxinfer.resolve import resolve
+from jaxinfer.sampling.params import SamplingParams
 from jaxinfer.weight_forms import ModelFacts
 
 WINDOWS = (12, None, 12)  # of the layers; those with a window are group 1

@@ -9,13 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxinfer.page_allocator import PageAllocator
-<<<<<<< HEAD
 from jaxinfer.page_groups import PageGroups, most_pages
-from jaxinfer.request import Request, SamplingParams, Sequence
-=======
 from jaxinfer.request import Request, Sequence
 from jaxinfer.sampling.params import SamplingParams
->>>>>>> 78c7522 (request.py holds the request and its sequence alone: parameters and results have files of their own)
 from jaxinfer.scheduler import RequestTooLong, ScheduledStep, Scheduler, SchedulerConfig
 
 VOCAB = 50
