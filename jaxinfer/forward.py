@@ -88,26 +88,7 @@ def unrolled(
 ) -> tuple[jax.Array, KVCache]:
     """Layer after layer, each with pages of its own; layers of equal options and shapes are traced and lowered once."""
     spec = kv_cache.spec
-
-    @partial(jax.jit, static_argnums=0)
-    def run(options: AttentionOptions, w, x, pages, scales, rope, slots, table, batch):
-        q, k, v = _per_token(batch, partial(model.before_attention, config, options, w), x, rope)
-        out, pages, scales = append_and_attend(
-            q,
-            k,
-            v,
-            pages,
-            scales,
-            slots,
-            table,
-            batch,
-            spec,
-            options,
-            window=options.window,
-            sink_logits=_sinks(options, w),
-        )
-        return _per_token(batch, partial(model.after_attention, config, options, w), x, out), pages, scales
-
+    run = jax.jit(partial(run_layer, model, config, spec), static_argnums=0)
     pages: list[Any] = list(kv_cache.pages)
     scales: list[Any] = list(kv_cache.scales or [None] * len(layers))
     for i, w in enumerate(layers):
@@ -117,6 +98,39 @@ def unrolled(
             options, w, x, pages[i], scales[i], ropes[options.rope], slots, table, batch
         )
     return x, replace(kv_cache, pages=tuple(pages), scales=None if kv_cache.scales is None else tuple(scales))
+
+
+def run_layer(
+    model: ModelModule,
+    config: ModelConfig,
+    spec: KVCacheSpec,
+    options: AttentionOptions,
+    w: Any,
+    x: jax.Array,  # [T, D]
+    pages: jax.Array,
+    scales: jax.Array | None,
+    rope: Any,
+    slot_mapping: jax.Array,  # i32[T]
+    page_table: jax.Array,  # i32[B, P]
+    batch: StepBatch,
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """One layer over a step's batch, with pages of its own: (x, pages, scales)."""
+    q, k, v = _per_token(batch, partial(model.before_attention, config, options, w), x, rope)
+    out, pages, scales = append_and_attend(
+        q,
+        k,
+        v,
+        pages,
+        scales,
+        slot_mapping,
+        page_table,
+        batch,
+        spec,
+        options,
+        window=options.window,
+        sink_logits=_sinks(options, w),
+    )
+    return _per_token(batch, partial(model.after_attention, config, options, w), x, out), pages, scales
 
 
 def one_loop(

@@ -19,9 +19,6 @@ from jaxinfer.pallas_kernels.gated_mlp import Matrix
 from jaxinfer.pallas_kernels.quantized_matmul import cpu, cpu_blocks, quantized_matmul
 from jaxinfer.pallas_kernels.quantized_matmul.reference import widen
 
-FEW_ROWS = ("auto", "full", "packed")  # how few rows are multiplied by the matrices of a file in blocks
-FORMS = ("w8a8",)  # what `quantize` can make of the matrices of a model
-
 
 @dataclass(frozen=True)
 class Kernels:

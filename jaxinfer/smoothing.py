@@ -7,47 +7,29 @@ matrix that writes the channel, so it costs nothing in a step. Which channels ar
 itself draws (as LLM-QAT, arXiv:2305.17888): no data is needed, and equal weights get equal factors.
 """
 
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 
 from jaxinfer import batch as batches
 from jaxinfer import kv_cache as kv
 from jaxinfer import quantization
+from jaxinfer.attention import AttentionOptions
+from jaxinfer.batch import StepBatch
 from jaxinfer.checkpoints.loading import named_leaves
-from jaxinfer.forward import forward
+from jaxinfer.forward import run_layer
 from jaxinfer.models import spec
+from jaxinfer.models.layers import rope_table
 from jaxinfer.models.spec import ModelModule
 from jaxinfer.pallas_kernels.dense_matmul import dense_matmul
 
 ROWS, STEPS = 32, 24  # sequences that are drawn, and their tokens
 FLOOR = 1e-2  # a channel counts as at least this part of the mean one: it was not seen at its largest
-
-
-@struct.dataclass
-class _Observed:
-    """A matrix as a leaf that reports what it multiplies."""
-
-    matrix: jax.Array  # [*out, *in]
-    number: jax.Array  # i32[]
-    report: Callable[[jax.Array, jax.Array], None] = struct.field(pytree_node=False)  # of number and x [T, D]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.matrix.shape
-
-    def plain(self, num_rows: int) -> None:
-        return None
-
-    def matmul(self, x: jax.Array, out_dtype: jax.typing.DTypeLike) -> jax.Array:
-        jax.debug.callback(self.report, self.number, x)
-        matrix = self.matrix.reshape(-1, x.shape[1])
-        return dense_matmul(x, matrix, out_dtype=out_dtype, implementation="xla")
 
 
 class Factors(NamedTuple):
@@ -64,21 +46,19 @@ def factors(module: ModelModule, config: Any, weights: Any) -> dict[str, Factors
     that reads it, but for its size: the root mean square over tokens, which changes less from one text to another than
     the largest value does.
     """
-    leaves = dict(named_leaves(weights))
-    groups = []
-    for layer in range(config.num_layers):
-        for writer, readers in spec.smoothing_groups(module.LEAVES).items():
-            groups.append((f"layers.{layer}.{writer}", [f"layers.{layer}.{name}" for name in readers]))
-    sizes = _sizes(module, config, weights, [readers[0] for _, readers in groups])
+    groups = spec.smoothing_groups(module.LEAVES)
+    sizes = _sizes(module, config, weights, [readers[0] for readers in groups.values()])
     found: dict[str, Factors] = {}
-    for (writer, names), size in zip(groups, sizes, strict=True):
-        peaks = [jnp.abs(leaves[name].reshape(-1, size.size)).max(axis=0) for name in names]
+    for (i, layer), (writer, readers) in itertools.product(enumerate(weights.layers), groups.items()):
+        size = sizes[i][readers[0]]
+        peaks = [jnp.abs(getattr(layer, name).reshape(-1, size.size)).max(axis=0) for name in readers]
         weight = np.max(np.asarray(peaks, np.float64), axis=0)
         log_factor = np.log(_floored(size) / _floored(weight)) / 2
         factor = np.exp(log_factor - log_factor.mean()).astype(np.float32)
-        for name in names:
+        for name in (f"layers.{i}.{reader}" for reader in readers):
             found[name] = found.get(name, Factors())._replace(inputs=jnp.asarray(factor))
-        found[writer] = found.get(writer, Factors())._replace(outputs=jnp.asarray(1 / factor))
+        name = f"layers.{i}.{writer}"
+        found[name] = found.get(name, Factors())._replace(outputs=jnp.asarray(1 / factor))
     return found
 
 
@@ -86,44 +66,74 @@ def _floored(x: np.ndarray) -> np.ndarray:
     return np.maximum(x, FLOOR * x.mean() or 1.0)
 
 
-def _sizes(module: ModelModule, config: Any, weights: Any, names: list[str]) -> list[np.ndarray]:
-    """Of what each of these matrices is multiplied by: float64[D], the root mean square over tokens it draws."""
-    sums: dict[int, np.ndarray] = {}
+class _Recorded:
+    """A matrix in a layer that is traced: it multiplies as ever, and keeps the sum of squares of what it multiplied."""
 
-    def report(number: jax.Array, x: jax.Array) -> None:
-        squares = np.square(np.asarray(x, np.float64)).sum(axis=0)
-        sums[int(number)] = sums.get(int(number), 0.0) + squares
+    def __init__(self, matrix: jax.Array) -> None:
+        self.shape, self._matrix = matrix.shape, matrix
+        self.squares: jax.Array | None = None  # f32[D]
 
-    numbers = {name: jnp.int32(i) for i, name in enumerate(names)}
-    observed = [
-        _Observed(leaf, numbers[name], report) if name in numbers else leaf
-        for name, leaf in named_leaves(weights)
-    ]
-    observed = jax.tree.unflatten(jax.tree.structure(weights), observed)
+    def plain(self, num_rows: int) -> None:
+        return None
+
+    def matmul(self, x: jax.Array, out_dtype: jax.typing.DTypeLike) -> jax.Array:
+        self.squares = jnp.square(x.astype(jnp.float32)).sum(axis=0)
+        matrix = self._matrix.reshape(-1, x.shape[1])
+        return dense_matmul(x, matrix, out_dtype=out_dtype, implementation="xla")
+
+
+def _sizes(
+    module: ModelModule, config: Any, weights: Any, readers: Sequence[str]
+) -> list[dict[str, np.ndarray]]:
+    """Per layer, of what each of these matrices is multiplied by: float64[D], root mean squares over tokens it draws.
+
+    Layer after layer is run, each in one compiled function of its own, which also returns what the matrices recorded.
+    """
     steps = min(STEPS, config.max_position_embeddings)
-    cache_spec = kv.KVCacheSpec(
-        config.num_layers, config.num_kv_heads, config.head_dim, STEPS, ROWS + 1, config.dtype, "cpu"
-    )
-    cache = kv.init(cache_spec)
-    ids = np.random.default_rng(0).integers(0, config.vocab_size, ROWS)
-    key = jax.random.key(0)
-    draw = jax.jit(
-        lambda weights, hidden, key: jax.random.categorical(key, module.unembed(config, weights, hidden))
-    )
-    run = jax.jit(partial(forward, module, config))  # else each step would be traced and compiled anew
+    cache_spec = kv.KVCacheSpec(1, config.num_kv_heads, config.head_dim, STEPS, ROWS + 1, config.dtype, "cpu")
+
+    @partial(jax.jit, static_argnums=0, donate_argnums=3)
+    def run(
+        options: AttentionOptions, w: Any, x: jax.Array, pages: jax.Array, ropes: Any, batch: StepBatch
+    ) -> Any:
+        recorded = {name: _Recorded(getattr(w, name)) for name in readers}
+        w = w.replace(**recorded)
+        rope = ropes[options.rope]
+        # A row's one page holds all of its tokens, whatever KV group a layer is of.
+        slots, table = batch.slot_mappings[0], batch.page_tables[0]
+        x, pages, _ = run_layer(
+            module, config, cache_spec, options, w, x, pages, None, rope, slots, table, batch
+        )
+        return x, pages, {name: matrix.squares for name, matrix in recorded.items()}
+
+    @jax.jit
+    def embed(weights: Any, batch: StepBatch) -> Any:
+        tables = tuple(rope_table(rope, batch.positions) for rope in module.ropes(config))
+        return module.embed(config, weights, batch.token_ids), tables
+
+    @jax.jit
+    def draw(weights: Any, x: jax.Array, key: jax.Array) -> jax.Array:
+        hidden = module.final(config, weights, x)
+        return jax.random.categorical(key, module.unembed(config, weights, hidden))
+
+    layers = weights.layers
+    pages = [kv.init(cache_spec).pages[0] for _ in layers]
+    sums: list[dict[str, Any]] = [dict.fromkeys(readers, 0.0) for _ in layers]
+    ids, key = np.random.default_rng(0).integers(0, config.vocab_size, ROWS), jax.random.key(0)
     for step in range(steps):
         rows = [([token], step, [1 + row]) for row, token in enumerate(ids.tolist())]
-        hidden, cache = run(observed, cache, batches.pack(rows, page_size=STEPS))
-        ids = np.asarray(draw(weights, hidden, jax.random.fold_in(key, step)))
-    jax.effects_barrier()
-    return [np.sqrt(sums[i] / (ROWS * steps)) for i in range(len(names))]
-
-
-def quantize(
-    module: ModelModule, config: Any, weights: Any, activations: str | None, implementation: str
-) -> Any:
-    """As quantization.quantize, with the channels of activations made alike first; what writes K and V stays."""
-    return apply(module, config, weights, activations, implementation, factors(module, config, weights))
+        batch = batches.pack(rows, page_size=STEPS)
+        x, ropes = embed(weights, batch)
+        squares = []
+        for i, w in enumerate(layers):
+            options = module.attention_options(config, i)
+            x, pages[i], recorded = run(options, w, x, pages[i], ropes, batch)
+            squares.append(recorded)
+        ids = np.asarray(draw(weights, x, jax.random.fold_in(key, step)))
+        for total, recorded in zip(sums, squares, strict=True):
+            for name in readers:
+                total[name] = total[name] + np.asarray(recorded[name], np.float64)
+    return [{name: np.sqrt(value / (ROWS * steps)) for name, value in layer.items()} for layer in sums]
 
 
 def apply(

@@ -18,7 +18,7 @@ from jaxinfer.models.spec import ModelModule
 class WeightForm:
     """How the matrices of a model lie in memory, and which kernels multiply by them."""
 
-    quantize: str | None = None  # None, or a name of quantization.FORMS
+    quantize: str | None = None  # None, or as the option of `LLM`
     activations: str | None = (
         None  # of quantized matrices: what products are computed in (see QuantizedTensor)
     )

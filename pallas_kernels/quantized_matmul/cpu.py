@@ -71,7 +71,7 @@ def matrix_for(qvalue: jax.Array | BlockedMatrix, num_rows: float = math.inf) ->
 
 
 def _largest_of_rows(x: jax.Array) -> jax.Array:
-    """`reference.largest_of_rows` in two passes: the first is plain vector instructions, and reads x as it is.
+    """f32[T, 1], the largest absolute values, in two passes: the first is vector instructions, and reads x as it is.
 
     XLA:CPU has its library find the largest of a row, from a copy of x in float32 that it writes to memory first.
     """

@@ -6,18 +6,13 @@ import jax.numpy as jnp
 INT8_MAX = 127.0
 
 
-def largest_of_rows(x: jax.Array) -> jax.Array:
-    """f32[T, 1]: the largest absolute value of each row of x [T, D]."""
-    return jnp.abs(x.astype(jnp.float32)).max(axis=1, keepdims=True)
-
-
 def quantize_rows(x: jax.Array, amax: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
     """[T, D] -> int8[T, D], f32[T, 1]: scale = amax / 127, rounded to nearest even; a row of zeros has scale 0.
 
-    amax: `largest_of_rows` of x, where the caller has it.
+    amax: f32[T, 1], the largest absolute value of each row, where the caller has it.
     """
     x = x.astype(jnp.float32)
-    amax = largest_of_rows(x) if amax is None else amax
+    amax = jnp.abs(x).max(axis=1, keepdims=True) if amax is None else amax
     inverse = jnp.where(amax > 0, INT8_MAX / amax, 0.0)
     return jnp.clip(jnp.round(x * inverse), -INT8_MAX, INT8_MAX).astype(jnp.int8), amax / INT8_MAX
 

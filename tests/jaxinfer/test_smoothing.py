@@ -28,6 +28,11 @@ def logits(module, config, weights):
     return np.asarray(module.unembed(config, weights, hidden))
 
 
+def smoothed(module, config, weights):
+    found = smoothing.factors(module, config, weights)
+    return smoothing.apply(module, config, weights, "int8", "cpu", found)
+
+
 def with_outliers(weights, channel=5, factor=60.0):
     """The same function, but for rounding: one channel of all that is smoothed is large, as in real models."""
 
@@ -83,7 +88,7 @@ def test_large_channels_cost_next_to_nothing(kind):
         return np.abs(logits(module, config, quantized) - exact).mean()
 
     plain = error(quantization.quantize(weights, module.logical_axes(config), "int8", "cpu"))
-    smooth = error(smoothing.quantize(module, config, weights, "int8", "cpu"))
+    smooth = error(smoothed(module, config, weights))
     assert smooth < plain / 5
 
 
@@ -101,8 +106,26 @@ def test_matrices_of_k_and_v_stay_in_the_dtype_of_the_weights(kind):
     assert quantized == {"q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 
 
+@pytest.mark.parametrize("kind", models.MODELS)
+def test_sizes_are_of_what_matrices_multiply(kind):
+    """The norms' channels are told by their weights: what reads them is multiplied by a unit vector times these."""
+    module, config, weights = load(NAMES[kind])
+    scale = np.linspace(0.5, 4, config.embed_dim, dtype=np.float32)
+    layers = tuple(
+        w.replace(attn_norm=jnp.asarray(scale), mlp_norm=jnp.asarray(scale)) for w in weights.layers
+    )
+    readers = ("q_proj", "gate_proj", "down_proj")
+    sizes = smoothing._sizes(module, config, weights.replace(layers=layers), readers)
+    assert len(sizes) == config.num_layers
+    for layer in sizes:
+        assert layer["down_proj"].shape == (config.mlp_dim,)
+        for name in ("q_proj", "gate_proj"):
+            # A norm leaves a mean square of 1 before its weights.
+            np.testing.assert_allclose(np.mean((layer[name] / scale) ** 2), 1, rtol=1e-3)
+
+
 def test_equal_weights_get_equal_codes():
-    trees = [smoothing.quantize(*load("llama_gqa"), "int8", "cpu") for _ in range(2)]
+    trees = [smoothed(*load("llama_gqa")) for _ in range(2)]
     for a, b in zip(*map(jax.tree.leaves, trees), strict=True):
         np.testing.assert_array_equal(a, b)
 
