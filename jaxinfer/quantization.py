@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jax.experimental.layout import Format, Layout
+from jax.sharding import Sharding, SingleDeviceSharding
 
 from jaxinfer.pallas_kernels.dense_matmul import dense_matmul
 from jaxinfer.pallas_kernels.gated_mlp import Matrix
@@ -62,6 +64,19 @@ class QuantizedTensor:
             out_dtype=out_dtype,
             implementation=self.implementation,
         )
+
+    def formats(self, sharding: Sharding | None) -> "QuantizedTensor | None":
+        """How its arrays lie in memory where that must be said, each as a Format; None: the default is right for all.
+
+        The TPU kernel reads codes by rows, and scales of groups by columns. The TPU's compiler stores arrays of other
+        than whole registers of lanes (D 576) in another order, and would copy them in every call.
+        """
+        if self.implementation != "tpu":
+            return None
+        place = sharding or SingleDeviceSharding(jax.devices()[0])
+        groups = Format(Layout((1, 0)), place) if self.scale.shape[1] > 1 else None
+        offset = None if self.offset is None else groups
+        return self.replace(qvalue=Format(Layout((0, 1)), place), scale=groups, offset=offset, perm=None)
 
     def plain(self, num_rows: int) -> jax.Array | None:
         """The matrix of values, where so many rows are multiplied by it and not by the codes; else None."""
@@ -132,6 +147,29 @@ def _is_array(weight: Any) -> bool:
 
 def _rows(matrix: jax.Array, ids: jax.Array) -> jax.Array:
     return jnp.take(matrix, ids, axis=0, mode="clip")
+
+
+def formats(weights: Any) -> Any:
+    """A tree like that of weights (arrays or shapes) with a Format for each that must lie so; None where none must."""
+
+    def of_leaf(leaf: Any) -> Any:
+        return leaf.formats(leaf.qvalue.sharding) if isinstance(leaf, QuantizedTensor) else None
+
+    found = jax.tree.map(of_leaf, weights, is_leaf=lambda node: isinstance(node, QuantizedTensor))
+    return found if jax.tree.leaves(found) else None
+
+
+def placed(weights: Any) -> Any:
+    """The weights with each array in memory as `formats` says."""
+    wanted = formats(weights)
+    if wanted is None:
+        return weights
+    arrays, structure = jax.tree.flatten(weights)
+    layouts = structure.flatten_up_to(wanted)
+    put = [
+        x if layout is None else jax.device_put(x, layout) for x, layout in zip(arrays, layouts, strict=True)
+    ]
+    return jax.tree.unflatten(structure, put)
 
 
 def quantize(weights: Any, logical_axes: Any, activations: str | None, implementation: str) -> Any:

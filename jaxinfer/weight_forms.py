@@ -105,7 +105,7 @@ def in_form(model: ModelFacts, config: Any, form: WeightForm, weights: Any) -> A
     if form.quantize is None:
         return weights
     factors = smoothing.factors(model.module, config, weights) if form.smooth else {}
-    return _quantized(model.module, config, weights, form, factors)
+    return quantization.placed(_quantized(model.module, config, weights, form, factors))
 
 
 def _quantized(
@@ -122,7 +122,9 @@ def _transform(model: ModelFacts, config: Any, form: WeightForm) -> Transform:
 
     def transform(name: str, leaf: jax.Array, source: TensorSource | None) -> Any:
         if form.quantize is not None:
-            return quantization.quantize_leaf(axes[name], leaf, form.activations, form.matmul)
+            return quantization.placed(
+                quantization.quantize_leaf(axes[name], leaf, form.activations, form.matmul)
+            )
         if not form.packed or source is None or source.read_blocks is None:
             return leaf
         blocks = source.read_blocks()

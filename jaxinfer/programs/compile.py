@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from jaxinfer import kv_cache as kv
+from jaxinfer import quantization
 from jaxinfer.kv_cache import KVCache
 from jaxinfer.models.spec import ModelModule
 from jaxinfer.programs import saved_programs
@@ -180,7 +181,8 @@ class Programs:
         # Never with keep_unused: jax would keep the traced program, and the executable with it, for ever (0.12.0).
         model, config = self.model, self.shapes.config
         if program.kind == "score":
-            return jax.jit(partial(score, model, config, program.num_logprobs or 0, program.tile))
+            function: Any = partial(score, model, config, program.num_logprobs or 0, program.tile)
+            return jax.jit(function, **_layouts(arguments))
         function = partial(run_steps, model, config, program, self._logprobs_mode, self.logits_processors)
         layouts = _layouts(arguments, lambda pages: (None, pages, None))
         return jax.jit(function, donate_argnums=(1, 2), **layouts)
@@ -192,13 +194,20 @@ class Programs:
         logger.warning("%s; compiling it now", message)
 
 
-def _layouts(arguments: tuple, results: Callable[[Any], Any]) -> dict[str, Any]:
-    """Options of jax.jit with which a cache among `arguments` keeps the layout that its kernels read.
+def _layouts(arguments: tuple, results: Callable[[Any], Any] = lambda pages: None) -> dict[str, Any]:
+    """Options of jax.jit with which pages and weights among `arguments` lie as their kernels read them.
 
     results: the format of pages -> what the function returns, the format where the cache stands and else None.
     """
-    formats = [
+    pages = [
         kv.page_format(x.spec, x.pages[0].sharding) if isinstance(x, KVCache) else None for x in arguments
     ]
-    found = next((format_ for format_ in formats if format_ is not None), None)
-    return {} if found is None else {"in_shardings": tuple(formats), "out_shardings": results(found)}
+    formats = [
+        weights_format if of_pages is None else of_pages
+        for of_pages, weights_format in zip(pages, map(quantization.formats, arguments), strict=True)
+    ]
+    options: dict[str, Any] = {}
+    if any(format_ is not None for format_ in formats):
+        options["in_shardings"] = tuple(formats)
+    found = next((format_ for format_ in pages if format_ is not None), None)
+    return options if found is None else options | {"out_shardings": results(found)}

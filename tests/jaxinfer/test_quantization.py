@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from engines import load
+from jax.experimental.layout import Format, Layout
+from jax.sharding import SingleDeviceSharding
 
 from jaxinfer import quantization
 from jaxinfer.llm import LLM
@@ -166,6 +168,45 @@ def test_an_engine_runs_on_fewer_bytes_and_takes_new_weights():
     difference = np.abs(np.subtract(*scores))
     assert 0 < difference.max() < 0.3
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(weights))
+
+
+@pytest.mark.parametrize(("name", "orders"), [("tpu", ((0, 1), None)), ("gpu", None), ("cpu", None)])
+def test_only_the_tpu_kernel_needs_a_layout(name, orders):
+    tensor = quantize_leaf(("mlp", "embed"), jnp.ones((8, 24)), "int8", name)
+    found = quantization.formats({"w": tensor, "norm": jnp.ones(3)})
+    if orders is None:
+        assert found is None
+    else:
+        assert found["norm"] is None and found["w"].scale is None
+        assert found["w"].qvalue.layout.major_to_minor == (0, 1)
+    groups, _ = grouped(np.random.default_rng(0))
+    found = quantization.formats(groups.replace(implementation=name))
+    if orders is not None:
+        assert found.scale.layout.major_to_minor == found.offset.layout.major_to_minor == (1, 0)
+
+
+def test_every_program_reads_codes_in_their_layout(monkeypatch):
+    """With one that no compiler takes by itself: prefill, decode, score, and other weights."""
+    prompt, params = [5, 6, 7, 8, 9], SamplingParams(temperature=0, max_tokens=4, prompt_logprobs=0)
+    _, _, weights = load("llama_gqa")
+    with open_llm("w8a8") as llm:
+        (plain,) = llm.generate([prompt], params, use_tqdm=False)
+
+    def transposed(self, sharding):
+        place = sharding or SingleDeviceSharding(jax.devices()[0])
+        return self.replace(qvalue=Format(Layout((1, 0)), place), scale=None)
+
+    monkeypatch.setattr(QuantizedTensor, "formats", transposed)
+    with open_llm("w8a8", compilation_cache_dir=None) as llm:
+        for _ in range(2):
+            (output,) = llm.generate([prompt], params, use_tqdm=False)
+            assert output.outputs[0].token_ids == plain.outputs[0].token_ids
+            assert output.prompt_logprobs == plain.prompt_logprobs
+            assert llm.engine.weights.layers[0].q_proj.qvalue.format.layout.major_to_minor == (1, 0)
+            llm.update_weights(weights)
+        for program in llm.engine.programs.compiled().values():
+            formats, _ = program.input_formats
+            assert formats[0].layers[0].q_proj.qvalue.layout.major_to_minor == (1, 0)
 
 
 def test_a_form_that_does_not_exist_is_refused_by_name():
