@@ -5,7 +5,7 @@ through `factor`) and every embedding lookup through `take`, so that a weight fo
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -74,9 +74,10 @@ class QuantizedTensor:
         if self.implementation != "tpu":
             return None
         place = sharding or SingleDeviceSharding(jax.devices()[0])
-        groups = Format(Layout((1, 0)), place) if self.scale.shape[1] > 1 else None
+        groups: Any = Format(Layout((1, 0)), place) if self.scale.shape[1] > 1 else None
         offset = None if self.offset is None else groups
-        return self.replace(qvalue=Format(Layout((0, 1)), place), scale=groups, offset=offset, perm=None)
+        codes: Any = Format(Layout((0, 1)), place)
+        return replace(self, qvalue=codes, scale=groups, offset=offset, perm=None)
 
     def plain(self, num_rows: int) -> jax.Array | None:
         """The matrix of values, where so many rows are multiplied by it and not by the codes; else None."""
@@ -164,6 +165,7 @@ def placed(weights: Any) -> Any:
     wanted = formats(weights)
     if wanted is None:
         return weights
+    structure: Any
     arrays, structure = jax.tree.flatten(weights)
     layouts = structure.flatten_up_to(wanted)
     put = [

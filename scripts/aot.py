@@ -202,13 +202,15 @@ def quantized_kernels(target: str) -> list[str]:
     whole = programs("smollm2-135m", target, SMOKE_PROGRAMS, False, records.append, quantize="w8a8")
     if not whole["ok"]:
         return [f"smollm2-135m in w8a8 on {target}: {whole['error']}"]
-    calls = {r["program"]: r["kernel_calls"] for r in records if r["kind"] == "program"}
-    return [
-        f"{program} of smollm2-135m in w8a8 on {target} calls {found or 'no kernel'}, not {QUANTIZED_MATRICES} times "
-        "quantized_matmul"
-        for program, found in calls.items()
-        if found.get("quantized_matmul") != QUANTIZED_MATRICES
-    ]
+    wrong = []
+    for record in (record for record in records if record["kind"] == "program"):
+        where = f"{record['program']} of smollm2-135m in w8a8 on {target}"
+        calls = record["kernel_calls"].get("quantized_matmul", 0)
+        if calls != QUANTIZED_MATRICES:
+            wrong.append(f"{where} calls quantized_matmul {calls} times, not {QUANTIZED_MATRICES}")
+        if record["code_copies"]:
+            wrong.append(f"{where} copies codes of {len(record['code_copies'])} matrices")
+    return wrong
 
 
 def smoke() -> list[str]:

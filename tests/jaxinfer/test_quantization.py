@@ -204,9 +204,13 @@ def test_every_program_reads_codes_in_their_layout(monkeypatch):
             assert output.prompt_logprobs == plain.prompt_logprobs
             assert llm.engine.weights.layers[0].q_proj.qvalue.format.layout.major_to_minor == (1, 0)
             llm.update_weights(weights)
-        for program in llm.engine.programs.compiled().values():
-            formats, _ = program.input_formats
-            assert formats[0].layers[0].q_proj.qvalue.layout.major_to_minor == (1, 0)
+        kinds = set()
+        for program, executable in llm.engine.programs.compiled().items():
+            kinds.add(program.kind)
+            (formats, *_), _ = executable.input_formats
+            if program.kind != "score":  # which reads no layer
+                assert formats.layers[0].q_proj.qvalue.layout.major_to_minor == (1, 0)
+        assert kinds == {"prefill", "decode", "score"}
 
 
 def test_a_form_that_does_not_exist_is_refused_by_name():

@@ -240,6 +240,7 @@ class Child:
             "page_moves": hlo.moves(text, _page_shape(found)),
             "collectives": hlo.collectives(text),
             "kernel_calls": hlo.kernel_calls(text),
+            "code_copies": [name for shape in _code_shapes(found) for name in hlo.copies(text, shape)],
         }
         if self.target.platform == "tpu":
             facts["cycles"] = asdict(hlo.cycles(text))
@@ -268,6 +269,12 @@ HLO_DTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 def _page_shape(found: Resolved) -> str:
     spec = found.spec
     return f"{HLO_DTYPES[spec.dtype]}[{','.join(map(str, spec.page_shape))}]"
+
+
+def _code_shapes(found: Resolved) -> list[str]:
+    """Of the codes of quantized matrices, each shape once."""
+    leaves = [x for x in jax.tree.leaves(found.weights()) if x.dtype == np.int8]
+    return sorted({f"s8[{','.join(map(str, leaf.shape))}]" for leaf in leaves})
 
 
 def _failure(error: Exception) -> dict[str, Any]:

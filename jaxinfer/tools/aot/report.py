@@ -71,6 +71,8 @@ def findings(record: Mapping[str, Any]) -> list[str]:
         f"{copies} COPIES OF PAGES" if copies else "no copy of pages",
         "collectives " + (", ".join(f"{n} x{c}" for n, c in record["collectives"].items()) or "none"),
     ]
+    if copied := record.get("code_copies"):
+        found.append(f"{len(copied)} COPIES OF CODES of quantized matrices")
     if calls := record.get("kernel_calls"):
         found.append("calls of kernels: " + ", ".join(f"{name} x{count}" for name, count in calls.items()))
     if moves := record.get("page_moves"):
