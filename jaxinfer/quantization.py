@@ -154,7 +154,7 @@ def formats(weights: Any) -> Any:
     """A tree like that of weights (arrays or shapes) with a Format for each that must lie so; None where none must."""
 
     def of_leaf(leaf: Any) -> Any:
-        return leaf.formats(leaf.qvalue.sharding) if isinstance(leaf, QuantizedTensor) else None
+        return leaf.formats(leaf.scale.sharding) if isinstance(leaf, QuantizedTensor) else None
 
     found = jax.tree.map(of_leaf, weights, is_leaf=lambda node: isinstance(node, QuantizedTensor))
     return found if jax.tree.leaves(found) else None

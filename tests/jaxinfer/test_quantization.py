@@ -185,6 +185,13 @@ def test_only_the_tpu_kernel_needs_a_layout(name, orders):
         assert found.scale.layout.major_to_minor == found.offset.layout.major_to_minor == (1, 0)
 
 
+def test_codes_of_a_file_need_none():
+    """A matrix in blocks beside its codes is of the CPU: it has no place of its own to ask for."""
+    scale = jnp.ones((8, 1), jnp.float16)
+    tensor = quantization.pack(jnp.ones((8, 32)), jnp.zeros((8, 1, 16), jnp.uint8), scale, None)
+    assert quantization.formats({"w": tensor}) is None and quantization.placed(tensor) is tensor
+
+
 def test_every_program_reads_codes_in_their_layout(monkeypatch):
     """With one that no compiler takes by itself: prefill, decode, score, and other weights."""
     prompt, params = [5, 6, 7, 8, 9], SamplingParams(temperature=0, max_tokens=4, prompt_logprobs=0)
