@@ -18,6 +18,7 @@ from jaxinfer.checkpoints import fetch
 from jaxinfer.llm import LLM
 from jaxinfer.models import layers, llama
 from jaxinfer.programs.buckets import Buckets
+from jaxinfer.quantization import Kernels
 from jaxinfer.sampling.params import SamplingParams
 from jaxinfer.tiles import TILE, map_tiles
 
@@ -158,16 +159,17 @@ SMOLLM2 = llama.Config(
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_place_in_a_tile_does_not_matter(dtype):
     """Rows of a tile and of several tiles, permuted: the results are, bit for bit, permuted."""
-    config = replace(SMOLLM2, dtype=dtype)
+    kernels = Kernels(matmul="cpu", gated_mlp="cpu")  # as resolve names them on a CPU
+    config = replace(SMOLLM2, dtype=dtype, kernels=kernels)
     weights = jax.jit(llama.init, static_argnums=0)(config, jax.random.key(0))
     layer = weights.layers[0]
 
     def per_token(x):
         y = layers.rms_norm(x, layer.attn_norm, config.rms_norm_eps)
-        q = layers.project_heads(y, layer.q_proj)
-        k = layers.project_heads(y, layer.k_proj)
-        x = x + layers.merge_heads(q, layer.o_proj)
-        y = layers.gated_mlp(y, layer.gate_proj, layer.up_proj, layer.down_proj)
+        q = layers.project_heads(y, layer.q_proj, kernels=kernels)
+        k = layers.project_heads(y, layer.k_proj, kernels=kernels)
+        x = x + layers.merge_heads(q, layer.o_proj, kernels=kernels)
+        y = layers.gated_mlp(y, layer.gate_proj, layer.up_proj, layer.down_proj, kernels=kernels)
         logits = llama.unembed(config, weights, y)
         return q, k, x, y, logits, jax.nn.logsumexp(logits, axis=-1)
 
