@@ -11,7 +11,7 @@ import gguf
 import jax
 import numpy as np
 
-from jaxinfer.checkpoints.loading import CheckpointError
+from jaxinfer.checkpoints.files import CheckpointError
 
 BLOCK = 32
 HALF = BLOCK // 2

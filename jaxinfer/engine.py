@@ -153,7 +153,7 @@ class Engine:
         allocator = PageGroups(pools, [group.window for group in groups], scheduler.max_step_tokens)
         self.scheduler = Scheduler(self.config.scheduler, allocator)
         self._in_flight: deque[_InFlight] = deque()
-        self._sampling_key: tuple | None = None
+        self._sampling_key: tuple[Any, ...] | None = None
         self._sampling: tuple[dict[str, Any], SamplingBatch | None] = ({}, None)
         self._unfinished: dict[Sequence, SamplingRow] = {}
 
@@ -399,7 +399,7 @@ class Engine:
         done = None if self.recording is None else self.recording.watch(output.sampled.tokens)
         self._in_flight.append(_InFlight(scheduled, output.sampled, pieces, record, done))
 
-    def _pack(self, program: Program, rows: list, **per_row: Any) -> StepBatch:
+    def _pack(self, program: Program, rows: list[Any], **per_row: Any) -> StepBatch:
         return batches.pack(
             rows,
             page_size=self.spec.page_size,

@@ -30,7 +30,7 @@ def forward(
     # `pack` makes numpy arrays, which without jax.jit come as they are
     batch = jax.tree.map(jnp.asarray, batch)
 
-    def embed(token_ids: jax.Array, positions: jax.Array) -> tuple[jax.Array, tuple]:
+    def embed(token_ids: jax.Array, positions: jax.Array) -> tuple[jax.Array, tuple[Any, ...]]:
         tables = tuple(rope_table(rope, positions) for rope in model.ropes(config))
         return model.embed(config, weights, token_ids), tables
 

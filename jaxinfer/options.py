@@ -262,12 +262,12 @@ SHAPES = tuple(field.name for field in dataclasses.fields(LLMOptions) if field.m
 DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(LLMOptions)}
 
 
-def kinds(field: dataclasses.Field) -> tuple[Any, ...]:
+def kinds(field: dataclasses.Field[Any]) -> tuple[Any, ...]:
     """The members of the type of a field of LLMOptions."""
     return get_args(field.type) if get_origin(field.type) in (Union, UnionType) else (field.type,)
 
 
-def choices(field: dataclasses.Field) -> tuple[Any, ...]:
+def choices(field: dataclasses.Field[Any]) -> tuple[Any, ...]:
     """The values that a field of LLMOptions has by name, None among them where it may be None."""
     values: list[Any] = []
     for kind in kinds(field):
@@ -275,12 +275,12 @@ def choices(field: dataclasses.Field) -> tuple[Any, ...]:
     return tuple(values)
 
 
-def number(field: dataclasses.Field) -> type | None:
+def number(field: dataclasses.Field[Any]) -> type | None:
     """int or float, where a field of LLMOptions may have any in its range; else None."""
     return next((kind for kind in kinds(field) if kind in (int, float)), None)
 
 
-def _check(field: dataclasses.Field, value: Any) -> None:
+def _check(field: dataclasses.Field[Any], value: Any) -> None:
     named, kind = choices(field), number(field)
     if kind is None:
         if any(get_origin(member) is Literal for member in kinds(field)) and value not in named:

@@ -30,7 +30,8 @@ class RequestMetrics:
     finished_time: float | None = None
     num_output_tokens: int = 0
     num_preemptions: int = 0
-    token_times: array = field(default_factory=lambda: array("d"))  # one for each step that brought tokens
+    # one for each step that brought tokens
+    token_times: array[float] = field(default_factory=lambda: array("d"))
 
     @property
     def queue_s(self) -> float | None:

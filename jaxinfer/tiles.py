@@ -16,7 +16,9 @@ from jax import lax
 TILE = 64  # tokens of a tile: 32 and 128 cost more in decode or in prefill (log/batch-invariance.md)
 
 
-def map_tiles(function: Callable[..., Any], arguments: tuple, tile: int | None, live: jax.Array) -> Any:
+def map_tiles(
+    function: Callable[..., Any], arguments: tuple[Any, ...], tile: int | None, live: jax.Array
+) -> Any:
     """function(*arguments), worked out tile by tile.
 
     Args:

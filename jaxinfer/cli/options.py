@@ -106,7 +106,7 @@ def _option(
     )
 
 
-def _sampling_option(field: dataclasses.Field) -> inspect.Parameter:
+def _sampling_option(field: dataclasses.Field[Any]) -> inspect.Parameter:
     kinds = set(get_args(field.type)) if isinstance(field.type, UnionType) else {field.type}
     default = {"temperature": TEMPERATURE, "max_tokens": MAX_TOKENS}.get(field.name, field.default)
     help_ = SAMPLING_HELP.get(field.name, "")
@@ -120,7 +120,7 @@ def _sampling_option(field: dataclasses.Field) -> inspect.Parameter:
 SAMPLING = [_sampling_option(field) for field in dataclasses.fields(SamplingParams)]
 
 
-def _engine_option(field: dataclasses.Field, default: Any) -> inspect.Parameter:
+def _engine_option(field: dataclasses.Field[Any], default: Any) -> inspect.Parameter:
     """The option of a field of LLMOptions; the first sentence of what is said of it there is its help."""
     wanted, members = field.metadata["command"], kinds(field)
     kind = members[0] if wanted is True else wanted

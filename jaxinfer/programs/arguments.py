@@ -39,7 +39,7 @@ class ArgumentShapes:
     def __post_init__(self) -> None:
         object.__setattr__(self, "weights", jax.tree.map(_shape, self.weights))
 
-    def of(self, program: Program) -> tuple:
+    def of(self, program: Program) -> tuple[Any, ...]:
         """(weights, kv_cache, rows, batch, sampling_batch, limits) of `run_steps`, or (weights, hidden, index, targets)
         of `score`."""
         if program.kind == "score":
@@ -64,12 +64,12 @@ class ArgumentShapes:
         sampling_batch = sampling_arguments(program, self.config.vocab_size)
         return self.weights, *self._placed((*self._state(), batch, sampling_batch, limits))
 
-    def of_helpers(self) -> dict[Callable[..., Any], tuple]:
+    def of_helpers(self) -> dict[Callable[..., Any], tuple[Any, ...]]:
         """The functions that run between steps, with the shapes of their arguments."""
         cache, rows = self._state()
         pages = tuple(np.zeros(PAGE_COPIES, np.int32) for _ in self.spec.kv_groups)
         tokens = np.zeros(self.max_model_len, np.int32)
-        arguments: dict[Callable[..., Any], tuple] = {
+        arguments: dict[Callable[..., Any], tuple[Any, ...]] = {
             kv.copy_pages: (cache, pages, pages),
             sample.set_row: (rows, np.int32(0), tokens, np.int32(0)),
         }

@@ -49,7 +49,7 @@ class Programs:
         self._compiler_options = dict(compiler_options or {})
         self._programs: dict[Program, Future[Callable[..., Any]]] = {}  # done, or under way on some thread
         self._lowered: dict[Program, Any] = {}  # traced, and not yet compiled
-        self._helpers: dict[Callable, Callable[..., Any]] = {}
+        self._helpers: dict[Callable[..., Any], Callable[..., Any]] = {}
         self._lock = threading.Lock()
         self.warm = False  # set once all programs of the buckets are compiled
         self.compile_seconds = 0.0  # of all threads together
@@ -111,7 +111,7 @@ class Programs:
         """The executables that are there by now."""
         return {program: future.result() for program, future in list(self._programs.items()) if future.done()}
 
-    def helper(self, function: Callable) -> Callable[..., Any]:
+    def helper(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The executable of a function that runs between steps (`shapes.of_helpers`); it owns its first argument."""
         with self._lock:
             if function not in self._helpers:
@@ -123,7 +123,7 @@ class Programs:
 
     def identity(self, program: Program) -> str:
         """A hash of all that `program` is compiled from, logits processors left out."""
-        options: tuple = (
+        options: tuple[Any, ...] = (
             self.model.__name__,
             self.shapes.config,
             program,
@@ -134,7 +134,7 @@ class Programs:
         with own_settings():
             return saved_programs.identity(*options, self.shapes.of(program))
 
-    def helper_identity(self, function: Callable) -> str:
+    def helper_identity(self, function: Callable[..., Any]) -> str:
         """Likewise of a helper."""
         with own_settings():
             return saved_programs.identity(function.__name__, self.shapes.of_helpers()[function])
@@ -143,7 +143,7 @@ class Programs:
     def num_helpers(self) -> int:
         return len(self._helpers)
 
-    def _make_helper(self, name: str, jitted: Any, arguments: tuple) -> Callable[..., Any]:
+    def _make_helper(self, name: str, jitted: Any, arguments: tuple[Any, ...]) -> Callable[..., Any]:
         with own_settings():
             identity = saved_programs.identity(name, arguments)
             loaded = self._saved and self._saved.load(name, identity, jitted, arguments)
@@ -177,7 +177,7 @@ class Programs:
         logger.info("compiled %s in %.2f s", name, seconds)
         return compiled
 
-    def _jit(self, program: Program, arguments: tuple) -> Any:
+    def _jit(self, program: Program, arguments: tuple[Any, ...]) -> Any:
         # Never with keep_unused: jax would keep the traced program, and the executable with it, for ever (0.12.0).
         model, config = self.model, self.shapes.config
         if program.kind == "score":
@@ -194,7 +194,7 @@ class Programs:
         logger.warning("%s; compiling it now", message)
 
 
-def _layouts(arguments: tuple, results: Callable[[Any], Any] = lambda pages: None) -> dict[str, Any]:
+def _layouts(arguments: tuple[Any, ...], results: Callable[[Any], Any] = lambda pages: None) -> dict[str, Any]:
     """Options of jax.jit with which pages and weights among `arguments` lie as their kernels read them.
 
     results: the format of pages -> what the function returns, the format where the cache stands and else None.

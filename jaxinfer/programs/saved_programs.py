@@ -218,7 +218,7 @@ class SavedPrograms:
             )
 
     def load(
-        self, name: str, identity: str, function: Callable[..., Any], arguments: tuple
+        self, name: str, identity: str, function: Callable[..., Any], arguments: tuple[Any, ...]
     ) -> Callable[..., Any] | None:
         """The executable of a program, to be called like the compiled `function`; None if it must be compiled:
         it was not saved, which is said in the log, or it is in `cache`.

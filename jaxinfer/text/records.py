@@ -4,6 +4,7 @@ import copy
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from jaxinfer.outputs import CompletionOutput, Loglikelihood, Logprob, RequestOutput
 from jaxinfer.request import Sequence
@@ -117,7 +118,7 @@ class Record:
         logprobs = [entry.logprob for entry in chosen]
         return Loglikelihood(sum(logprobs), all(entry.rank == 1 for entry in chosen), logprobs)
 
-    def _name_tokens(self, entries: list) -> None:
+    def _name_tokens(self, entries: list[Any]) -> None:
         """Fills text and bytes of the entries that have come since the last call."""
         if self.tokenizer is not None:
             start = min(self._num_named.get(id(entries), 0), len(entries))

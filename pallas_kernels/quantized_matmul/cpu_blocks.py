@@ -63,7 +63,7 @@ def few_rows_matmul(
     """
     num_groups, num_tiles, num_planes, size = tiles.shape
     num_tokens, num_outputs = x.shape[0], num_tiles * size
-    if (num_planes, tiles.dtype) not in ((BLOCK, jnp.int8), (BLOCK // 2, jnp.uint8)):
+    if (num_planes, tiles.dtype) not in ((BLOCK, jnp.dtype("int8")), (BLOCK // 2, jnp.dtype("uint8"))):
         raise ValueError(
             f"tiles are {tiles.dtype}{list(tiles.shape)} but must be int8 [G, F / L, 32, L] or uint8 [G, F / L, 16, L]"
         )

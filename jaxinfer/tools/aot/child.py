@@ -208,7 +208,7 @@ class Child:
             jobs[function.__name__] = identity, compiler.helper(function), again
         return jobs
 
-    def _for_target(self) -> contextlib.AbstractContextManager:
+    def _for_target(self) -> contextlib.AbstractContextManager[Any]:
         if self._mesh is None:
             return contextlib.nullcontext()
         mesh = self._mesh.abstract_mesh

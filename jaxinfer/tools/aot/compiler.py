@@ -36,7 +36,7 @@ class Compiler:
         self._model, self._target = model, targets.find(target)
         self._topology = targets.topology(self._target, topology)
         targets.check_compiler(self._target.platform)
-        self._process: subprocess.Popen | None = None
+        self._process: subprocess.Popen[str] | None = None
         self._scratch = tempfile.TemporaryDirectory(prefix="jaxinfer-compile-")
 
     def describe(self, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -75,7 +75,7 @@ class Compiler:
             )
         return json.loads(line)
 
-    def _start(self) -> subprocess.Popen:
+    def _start(self) -> subprocess.Popen[str]:
         folder = Path(self._scratch.name)
         environment = os.environ | targets.ENVIRONMENTS[self._target.platform]
         if self._target.platform == "gpu":  # where Mosaic GPU says what its kernels need

@@ -144,7 +144,7 @@ def cycles(program: Program) -> Cycles:
     return Cycles(**{name: totals[name] for name in Cycles.__dataclass_fields__})
 
 
-def _add(program: Program, computation: str, times: int, totals: Counter) -> None:
+def _add(program: Program, computation: str, times: int, totals: Counter[str]) -> None:
     for instruction in program.computations.get(computation, []):
         text = instruction.text
         if instruction.opcode == "custom-call" and "tpu_custom_call" in text:

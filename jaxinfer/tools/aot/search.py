@@ -47,7 +47,7 @@ def probes(
 
     among: the kinds and variants that are looked at; None for all.
     """
-    best: dict[tuple, Mapping[str, Any]] = {}
+    best: dict[tuple[Any, ...], Mapping[str, Any]] = {}
     for program in programs:
         key = program["kind"], program["variant"]
         if among is not None and key not in among:

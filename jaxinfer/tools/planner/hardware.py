@@ -246,7 +246,7 @@ def measure_cpu(
     return {"peaks": peaks, "memory_bandwidth": bandwidth}
 
 
-def _best_time(function: Callable[..., jax.Array], arguments: tuple, seconds: float) -> float:
+def _best_time(function: Callable[..., jax.Array], arguments: tuple[Any, ...], seconds: float) -> float:
     function(*arguments).block_until_ready()  # compiles
     best, end = float("inf"), time.perf_counter() + seconds
     while time.perf_counter() < end:
