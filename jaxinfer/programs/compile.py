@@ -194,7 +194,9 @@ class Programs:
         logger.warning("%s; compiling it now", message)
 
 
-def _layouts(arguments: tuple[Any, ...], results: Callable[[Any], Any] = lambda pages: None) -> dict[str, Any]:
+def _layouts(
+    arguments: tuple[Any, ...], results: Callable[[Any], Any] = lambda pages: None
+) -> dict[str, Any]:
     """Options of jax.jit with which pages and weights among `arguments` lie as their kernels read them.
 
     results: the format of pages -> what the function returns, the format where the cache stands and else None.
