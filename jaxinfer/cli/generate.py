@@ -10,8 +10,8 @@ import typer
 from jaxinfer.cli.command import command, print_json, print_pairs, read_utf8
 from jaxinfer.cli.options import (
     ENGINE,
+    GENERATE_SAMPLING,
     JSON_ONLY,
-    SAMPLING,
     MetricsJson,
     Model,
     System,
@@ -36,7 +36,7 @@ Chat = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Write one JSON object per sample instead of text.")]
 
 
-@command(*SAMPLING, *ENGINE)
+@command(*GENERATE_SAMPLING, *ENGINE)
 def run(
     *,
     prompt: Prompt = None,

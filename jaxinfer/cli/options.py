@@ -51,14 +51,15 @@ SAMPLING_HELP = {
     "ignore_eos": "Whether to go on past the model's end tokens.",
     "min_tokens": "No end before so many tokens.",
     "max_tokens": "End after so many tokens; none: when the model's context is full.",
-    "logprobs": "Log-probabilities of so many top tokens (-1: all) beside each token; needs --json.",
-    "prompt_logprobs": "Likewise for the prompt's tokens; needs --json.",
-    "logprob_token_ids": "Report the log-probability of this token too; may be given again; needs --json.",
+    "logprobs": "Log-probabilities of so many top tokens (-1: all) beside each token.",
+    "prompt_logprobs": "Likewise for the prompt's tokens.",
+    "logprob_token_ids": "Report the log-probability of this token too; may be given again.",
     "truncate_prompt_tokens": "Keep the last so many tokens of the prompt; -1: as many as the model takes.",
     "skip_special_tokens": "Whether special tokens are left out of the text.",
     "detokenize": "Whether to write text; without it, token ids.",
     "extra_args": "Values for logits processors, as one JSON object.",
 }
+# What `generate` shows only with --json.
 JSON_ONLY = ("logprobs", "prompt_logprobs", "logprob_token_ids")
 # Without a temperature these would do nothing, in silence.
 NEED_TEMPERATURE = ("top_p", "top_k", "min_p", "seed")
@@ -106,10 +107,10 @@ def _option(
     )
 
 
-def _sampling_option(field: dataclasses.Field[Any]) -> inspect.Parameter:
+def _sampling_option(field: dataclasses.Field[Any], note: str = "") -> inspect.Parameter:
     kinds = set(get_args(field.type)) if isinstance(field.type, UnionType) else {field.type}
     default = {"temperature": TEMPERATURE, "max_tokens": MAX_TOKENS}.get(field.name, field.default)
-    help_ = SAMPLING_HELP.get(field.name, "")
+    help_ = SAMPLING_HELP.get(field.name, "").removesuffix(".") + f"{note}."
     (kind,) = kinds - {NoneType}
     option_type, settings = OPTION_TYPES[kind]
     if default is not None and NoneType in kinds:  # None is a value of its own, not the lack of one
@@ -118,6 +119,10 @@ def _sampling_option(field: dataclasses.Field[Any]) -> inspect.Parameter:
 
 
 SAMPLING = [_sampling_option(field) for field in dataclasses.fields(SamplingParams)]
+GENERATE_SAMPLING = [
+    _sampling_option(field, "; needs --json" if field.name in JSON_ONLY else "")
+    for field in dataclasses.fields(SamplingParams)
+]
 
 
 def _engine_option(field: dataclasses.Field[Any], default: Any) -> inspect.Parameter:

@@ -14,7 +14,7 @@ from jaxinfer import kv_cache as kv
 from jaxinfer import quantization
 from jaxinfer.kv_cache import KVCache
 from jaxinfer.models.spec import ModelModule
-from jaxinfer.programs import saved_programs
+from jaxinfer.programs import saved_programs, slow_compile
 from jaxinfer.programs.arguments import ArgumentShapes
 from jaxinfer.programs.buckets import Program
 from jaxinfer.programs.saved_programs import SavedPrograms
@@ -170,7 +170,7 @@ class Programs:
     def _compile(self, name: str, lowered: tuple[Any, float]) -> Callable[..., Any]:
         computation, seconds = lowered
         start = time.perf_counter()
-        with own_settings():
+        with own_settings(), slow_compile.said(name):
             compiled = computation.compile(compiler_options=self._compiler_options)
         seconds += time.perf_counter() - start
         self.compile_seconds += seconds

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 import jaxinfer.llm
+from jaxinfer.checkpoints import fetch
 from jaxinfer.cli import app
 from jaxinfer.sampling.params import SamplingParams
 from jaxinfer.tools.batch_runner import inputs, journal, manifest
@@ -39,6 +40,7 @@ def batch(model, tmp_path, monkeypatch):
 
     def open_llm(path, **options):
         run.loads += 1
+        options = {name: value for name, value in options.items() if name not in ("revision", "token")}
         return contextlib.nullcontext(cached_llm(path, tuple(sorted(options.items()))))
 
     def run(source, *args, output="out.jsonl"):
@@ -213,6 +215,20 @@ def test_a_lock_of_another_program_is_left_alone(batch):
     result = batch("in.jsonl", output="poetry")
     assert result.exit_code == 1 and "poetry.lock is no lock of a batch job" in result.stderr
     assert (batch.folder / "poetry.lock").read_text() == "# Poetry's\n" and batch.loads == 0
+    (batch.folder / "poetry.lock").write_bytes(b"\xff\xfe no UTF-8")
+    result = batch("in.jsonl", output="poetry")
+    assert result.exit_code == 1 and "poetry.lock is no lock of a batch job" in result.stderr
+    (batch.folder / "poetry.lock").unlink()
+    os.mkfifo(batch.folder / "poetry.lock")
+    result = batch("in.jsonl", output="poetry")
+    assert result.exit_code == 1 and "poetry.lock is no file" in result.stderr and batch.loads == 0
+
+
+def test_an_empty_lock_is_taken_over_and_loses_nothing(tmp_path):
+    """A job that is killed between making its lock and writing to it leaves one."""
+    (tmp_path / "out.jsonl.lock").touch()
+    with journal.locked(tmp_path / "out.jsonl"):
+        assert (tmp_path / "out.jsonl.lock").read_bytes() == journal.LOCK_MARK + b"%d\n" % os.getpid()
 
 
 def test_the_input_may_have_no_name_of_the_job(batch):
@@ -356,6 +372,28 @@ def test_a_damaged_manifest_is_one_sentence_with_a_way_out(batch, content):
     result = batch("in.jsonl")
     assert result.exit_code == 1 and result.stderr.count("\n") == 1
     assert "manifest" in result.stderr and "choose another output" in result.stderr
+
+
+def test_the_hash_of_the_model_is_of_its_revision(batch, monkeypatch, tmp_path):
+    """The same command with another --revision is another job, and --token reaches the hub."""
+    asked = []
+
+    def resolve(model, revision=None, token=None):
+        asked.append((model, revision, token))
+        (tmp_path / str(revision)).write_text(f"weights of {revision}")
+        return tmp_path / str(revision)
+
+    monkeypatch.setattr(fetch, "resolve", resolve)
+    write_lines(batch.folder / "in.jsonl")
+    assert batch("in.jsonl", "--revision", "v1", "--token", "secret").exit_code == 0
+    assert asked and {each[1:] for each in asked} == {("v1", "secret")}
+    begun = json.loads((batch.folder / "out.jsonl.manifest.json").read_text())
+    assert begun["asked"]["model_hash"] == manifest.model_hash(tmp_path / "v1")
+    assert "secret" not in json.dumps(begun)
+    before = (batch.folder / "out.jsonl").read_bytes()
+    result = batch("in.jsonl", "--revision", "v2", "--token", "secret")
+    assert result.exit_code == 1 and "model_hash was" in result.stderr
+    assert (batch.folder / "out.jsonl").read_bytes() == before
 
 
 def test_a_finished_job_is_not_done_under_other_options(batch):

@@ -450,7 +450,7 @@ def test_a_second_process_is_refused(batch, uninterrupted):
     begin(batch, uninterrupted, b"")
     with (batch.folder / "out.jsonl.lock").open("a+") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        held.write(f"{journal.LOCK_MARK}1234\n")
+        held.write(journal.LOCK_MARK.decode() + "1234\n")
         held.flush()
         result = batch()
         assert result.exit_code == 1

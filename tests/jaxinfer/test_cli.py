@@ -29,6 +29,7 @@ from jaxinfer.programs import compile_cache
 from jaxinfer.sampling.params import SamplingParams
 
 VOCAB = 320
+OF_OTHER_COMMANDS = {"--save", "--programs"}  # of folders of programs: who writes them, and who reads them
 RUN = [sys.executable, "-c", "from jaxinfer.cli import main; main()"]
 
 
@@ -280,6 +281,23 @@ def test_logs_are_quiet_but_for_our_warnings(fake, monkeypatch):
         "WARNING: absl warns",
     ]
     assert "jaxinfer.step informs" in invoke("generate", "-m", "x", "prompt", "--debug").stderr
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name != "cache"])
+def test_help_names_only_options_that_the_command_has(name):
+    """`batch --help` spoke of --json, which it has not."""
+    text = invoke(name, "--help").stdout
+    has = set(re.findall(r"^ +(?:-\w, )?(--[a-z][a-z-]+)(?:, -\w)?", text, re.M))
+    assert "--debug" in has
+    # A switch that is on at first is listed by its other name.
+    named = {word.replace("--no-", "--") for word in re.findall(r"--[a-z][a-z-]+", text)}
+    assert named <= {word.replace("--no-", "--") for word in has} | OF_OTHER_COMMANDS
+
+
+def test_what_is_shown_with_json_alone_says_so_where_there_is_json():
+    helps = {name: " ".join(invoke(name, "--help").stdout.split()) for name in ("generate", "batch", "bench")}
+    notes = {name: text.count("needs --json") for name, text in helps.items()}
+    assert notes == {"generate": 3, "batch": 0, "bench": 0}
 
 
 def test_help_needs_no_jax():

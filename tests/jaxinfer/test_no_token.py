@@ -290,6 +290,12 @@ def test_a_line_of_a_batch_job_fails_alone_and_the_job_exits_with_1(folder, tmp_
     assert result.exit_code == 1, result.output
     records = {record["custom_id"]: record for record in map(json.loads, out.read_text().splitlines())}
     assert len(records) == len(lines)
+    source.write_text(json.dumps(lines[0]) + "\n")
+    alone = tmp_path / "alone.jsonl"
+    command = ["batch", str(source), "-o", str(alone), "-m", str(folder), "--max-tokens=9", *options]
+    assert CliRunner().invoke(app, command).exit_code == 0
+    (choice,) = json.loads(alone.read_text())["response"]["body"]["choices"]
+    assert records["good"]["response"]["body"]["choices"] == [choice] and choice["text"]
     assert records["good"]["error"] is None and records["good"]["response"]["status_code"] == 200
     messages = {
         "nan": "output token 1 cannot be drawn: the logits are not finite",

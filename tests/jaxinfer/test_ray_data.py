@@ -73,7 +73,7 @@ def test_a_killed_worker_loses_and_repeats_nothing(model, tmp_path, monkeypatch)
 
     monkeypatch.setattr(ray_data, "Worker", DyingWorker)
     lines = mixed(48)
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
     try:
         dataset = ray.data.from_items(with_all_columns(lines), override_num_blocks=12)
         answers = ray_data.map_batches(

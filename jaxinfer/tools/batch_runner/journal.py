@@ -9,16 +9,15 @@ import threading
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO
+from typing import Any, BinaryIO
 
 from jaxinfer.tools.batch_runner.index import Index, temporary_database
 
 SYNC_LINES = 256  # at most so many lines, and
 SYNC_SECONDS = 0.5  # what was written in this time (the sync itself takes more) are lost to a power cut
 
-LOCK_MARK = (
-    "jaxinfer batch, process "  # what a lock file begins with: other files of that name are left alone
-)
+# What a lock file begins with; other files of that name are left alone.
+LOCK_MARK = b"jaxinfer batch, process "
 SEAL_NAME = b', "checksum": "'
 SEAL = SEAL_NAME + b'%08x"'  # the last field of each line
 SEAL_BYTES = len(SEAL % 0)
@@ -238,7 +237,9 @@ def locked(path: Path) -> Iterator[Callable[[], None]]:
     """
     name = lock_path(path)
     try:
-        file = name.open("a+")
+        if name.exists() and not name.is_file():
+            raise JournalError(f"{name} is no file, and so no lock of a batch job; choose another output")
+        file = name.open("a+b")
     except OSError as error:
         raise JournalError(f"cannot write {name}: {error.strerror}") from None
     with file:
@@ -253,14 +254,15 @@ def lock_path(output: Path) -> Path:
     return output.with_name(output.name + ".lock")
 
 
-def _take_lock(file: TextIO, name: Path, path: Path) -> None:
+def _take_lock(file: BinaryIO, name: Path, path: Path) -> None:
     file.seek(0)
     holder = file.read(MAX_SHOWN_LINE)
+    # An empty file is taken over: a job that was killed here may have left it, and nothing of anybody's is lost.
     if holder and not holder.startswith(LOCK_MARK):
         raise JournalError(
             f"{name} is no lock of a batch job, and would be overwritten; choose another output"
         )
-    process = holder.removeprefix(LOCK_MARK).strip() or "?"
+    process = holder.removeprefix(LOCK_MARK).decode(errors="replace").strip() or "?"
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if path.exists():  # the job that writes it holds it too, should its lock file have been deleted
@@ -272,11 +274,11 @@ def _take_lock(file: TextIO, name: Path, path: Path) -> None:
         raise JournalError(f"cannot lock {name}: {error.strerror}; write to a disk that has locks") from None
     _check_lock(file, name, path)
     file.truncate(0)
-    file.write(f"{LOCK_MARK}{os.getpid()}\n")
+    file.write(LOCK_MARK + b"%d\n" % os.getpid())
     file.flush()
 
 
-def _check_lock(file: TextIO, name: Path, path: Path) -> None:
+def _check_lock(file: BinaryIO, name: Path, path: Path) -> None:
     try:
         same = os.path.samestat(os.fstat(file.fileno()), name.stat())
     except FileNotFoundError:
