@@ -379,9 +379,11 @@ def test_the_hash_of_the_model_is_of_its_revision(batch, monkeypatch, tmp_path):
     asked = []
 
     def resolve(model, revision=None, token=None):
+        if revision is None:  # by the engine of these tests
+            return Path(model)
         asked.append((model, revision, token))
-        (tmp_path / str(revision)).write_text(f"weights of {revision}")
-        return tmp_path / str(revision)
+        (tmp_path / revision).write_text(f"weights of {revision}")
+        return tmp_path / revision
 
     monkeypatch.setattr(fetch, "resolve", resolve)
     write_lines(batch.folder / "in.jsonl")
