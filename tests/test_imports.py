@@ -16,7 +16,7 @@ LAYERS = [
     "pallas_kernels wording",
     "sampling.params sampling.logprob_arrays outputs",
     "request forks quantization tiles sharding sampling.sample sampling.filters sampling.penalties "
-    "sampling.logits_processors text.stop_strings programs.compile_cache programs.settings",
+    "sampling.logits_processors text.stop_strings programs.compile_cache programs.settings programs.slow_compile",
     "kv_cache models.layers batch page_allocator page_groups metrics tools.timeline",
     "scheduler attention device_facts programs.saved_programs programs.buckets",
     "models defaults options",
