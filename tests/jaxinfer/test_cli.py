@@ -85,7 +85,7 @@ class FakeLLM:
         self.engine = SimpleNamespace(programs=programs, spec=SimpleNamespace(page_size=4, num_pages=9))
 
     def stats(self):
-        return SimpleNamespace(peak_pages_used=3)
+        return SimpleNamespace(peak_pages_used=3, pages_total=7)
 
     def __enter__(self):
         return self
