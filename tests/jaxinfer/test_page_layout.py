@@ -54,7 +54,7 @@ def test_every_program_keeps_the_layout_and_the_buffer(monkeypatch):
     requests = [(ids, engines.greedy_params(9)), (ids[:5], engines.greedy_params(6))]
     pointers = {page.unsafe_buffer_pointer() for page in engine._cache.pages}
     outputs = engines.generate(engine, *requests)
-    nowhere = np.zeros(16, np.int32)  # the null page over itself
+    nowhere = (np.zeros(16, np.int32),)  # the null page over itself, of the one KV group
     engine._cache = engine.programs.helper(kv.copy_pages)(engine._cache, nowhere, nowhere)
     kinds = {(program.kind, program.num_steps) for program in engine.programs.compiled()}
     assert {("prefill", 1), ("decode", engines.STEPS)} <= kinds
