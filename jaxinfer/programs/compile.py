@@ -115,10 +115,7 @@ class Programs:
         """The executable of a function that runs between steps (`shapes.of_helpers`); it owns its first argument."""
         with self._lock:
             if function not in self._helpers:
-                arguments = self.shapes.of_helpers()[function]
-                layouts = _layouts(arguments, lambda pages: pages)
-                jitted = jax.jit(function, donate_argnums=0, **layouts)
-                self._helpers[function] = self._make_helper(function.__name__, jitted, arguments)
+                self._helpers[function] = self._make_helper(function)
             return self._helpers[function]
 
     def identity(self, program: Program) -> str:
@@ -143,9 +140,11 @@ class Programs:
     def num_helpers(self) -> int:
         return len(self._helpers)
 
-    def _make_helper(self, name: str, jitted: Any, arguments: tuple[Any, ...]) -> Callable[..., Any]:
+    def _make_helper(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        name, arguments = function.__name__, self.shapes.of_helpers()[function]
+        jitted = jax.jit(function, donate_argnums=0, **_layouts(arguments, lambda pages: pages))
         with own_settings():
-            identity = saved_programs.identity(name, arguments)
+            identity = self.helper_identity(function)
             loaded = self._saved and self._saved.load(name, identity, jitted, arguments)
             return loaded or self._compile(name, (jitted.lower(*arguments), 0.0))
 

@@ -9,7 +9,7 @@ import math
 import numbers
 import re
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from jaxinfer.wording import shown
@@ -202,6 +202,9 @@ class SamplingParams:
         """Whether sampling depends on which tokens came so far (penalties, bad words)."""
         penalised = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0
         return bool(penalised or self.bad_words)
+
+
+SAMPLING_FIELDS = {field.name for field in fields(SamplingParams)}
 
 
 def _logit_bias(bias: Any) -> dict[int, float]:

@@ -1,13 +1,11 @@
 """Arguments of transformers' `generate`, which evaluation tasks give, as fields of SamplingParams."""
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from jaxinfer.sampling.params import SamplingParams
+from jaxinfer.sampling.params import SAMPLING_FIELDS
 from jaxinfer.wording import shown
 
-SAMPLING_FIELDS = {field.name for field in dataclasses.fields(SamplingParams)}
 # Arguments of transformers' generate that tasks give -> values with which they ask for nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "diversity_penalty": (0,),

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jaxinfer.sampling.params import UNSUPPORTED_FIELDS, SamplingParams
+from jaxinfer.sampling.params import SAMPLING_FIELDS, UNSUPPORTED_FIELDS, SamplingParams
 from jaxinfer.tools.batch_runner.inputs import MAX_ID_CHARS, BadLine, Value, key_of
 
 CHAT, COMPLETIONS, LOGLIKELIHOOD = "/v1/chat/completions", "/v1/completions", "/v1/loglikelihood"
@@ -53,7 +53,6 @@ DEFAULTS: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
 }
 TEMPLATE_OPTIONS = {"tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"}
-SAMPLING_FIELDS = {field.name for field in dataclasses.fields(SamplingParams)}
 INTEGER_FIELDS = {
     "n", "top_k", "seed", "min_tokens", "max_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens",
 }  # fmt: skip
