@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from jaxinfer.wording import shown
+from jaxinfer.text.wording import shown
 
 MIB = 1 << 20
 MAX_JSON_BYTES = 16 * MIB  # config.json has some kilobytes, the index of a thousand shards some megabytes

@@ -27,7 +27,7 @@ from jaxinfer.checkpoints.token_ids import valid_ids
 from jaxinfer.models import MODELS
 from jaxinfer.models.hf_config import RANGES, ROPE_RANGES, Range, check_values
 from jaxinfer.models.spec import Leaf
-from jaxinfer.wording import listed, shown
+from jaxinfer.text.wording import listed, shown
 
 ARCHITECTURES = ("llama", "qwen3")  # general.architecture, the same word as Hugging Face's model_type
 

@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from jaxinfer.checkpoints.token_ids import valid_id
 from jaxinfer.checkpoints.tokenizer_json import library_errors
-from jaxinfer.wording import shown
+from jaxinfer.text.wording import shown
 
 SPACE = "\u2581"  # SentencePiece's visible space
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # in tokenizer.ggml.token_type, SentencePiece's numbers

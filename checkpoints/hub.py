@@ -21,7 +21,7 @@ from huggingface_hub.errors import (
 )
 
 from jaxinfer.checkpoints.fetch import FetchError
-from jaxinfer.wording import first_line
+from jaxinfer.text.wording import first_line
 
 logger = logging.getLogger(__name__)
 

@@ -29,7 +29,7 @@ from jaxinfer.checkpoints.files import (
 from jaxinfer.checkpoints.loading import Checkpoint, TensorSource, check_against_tensors, settle_tied_head
 from jaxinfer.checkpoints.token_ids import valid_ids
 from jaxinfer.models.hf_config import check_values
-from jaxinfer.wording import listed, shown
+from jaxinfer.text.wording import listed, shown
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")

@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxinfer.checkpoints.files import CheckpointError
 from jaxinfer.models.spec import ModelModule, hf_names
-from jaxinfer.wording import listed
+from jaxinfer.text.wording import listed
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ import orbax.checkpoint as ocp
 from jaxinfer.checkpoints.files import CheckpointError
 from jaxinfer.checkpoints.loading import leaf_shardings, named_leaves, weight_leaves
 from jaxinfer.models.spec import ModelModule
-from jaxinfer.wording import first_line, listed
+from jaxinfer.text.wording import first_line, listed
 
 
 def save_weights(path: str | Path, weights: Any) -> None:

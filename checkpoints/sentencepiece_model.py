@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxinfer.checkpoints.files import MIB, CheckpointError, read_bytes
-from jaxinfer.wording import shown
+from jaxinfer.text.wording import shown
 
 MAX_BYTES = 64 * MIB
 BPE = 2  # TrainerSpec.model_type

@@ -3,7 +3,7 @@
 from typing import Any
 
 from jaxinfer.checkpoints.files import CheckpointError
-from jaxinfer.wording import shown
+from jaxinfer.text.wording import shown
 
 NONE = (-1, 0xFFFFFFFF)  # how files say "none" without null: -1, also as a 32 bit number without a sign
 

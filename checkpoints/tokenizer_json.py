@@ -15,7 +15,7 @@ from typing import Any
 import tokenizers
 
 from jaxinfer.checkpoints.files import MIB, CheckpointError, parse_json, read_text
-from jaxinfer.wording import first_line, shown
+from jaxinfer.text.wording import first_line, shown
 
 MAX_BYTES = 64 * MIB  # the largest published file, of 262,144 tokens, has 33 MB
 MAX_TOKEN_ID = 1 << 24

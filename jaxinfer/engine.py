@@ -21,13 +21,13 @@ import jax
 import numpy as np
 
 from jaxinfer import batch as batches
-from jaxinfer import forks
 from jaxinfer import kv_cache as kv
 from jaxinfer.batch import StepBatch
 from jaxinfer.metrics import Metrics, Recording, RowRecord, SequenceRecord, StepRecord, StepTotals, Work
 from jaxinfer.outputs import RequestMetrics
 from jaxinfer.page_allocator import PageAllocator
 from jaxinfer.page_groups import PageGroups
+from jaxinfer.programs import forks
 from jaxinfer.programs.arguments import PAGE_COPIES
 from jaxinfer.programs.background import BackgroundCompiler, give_back_memory
 from jaxinfer.programs.buckets import Buckets, Program
@@ -46,7 +46,7 @@ from jaxinfer.sampling.sample import (
 )
 from jaxinfer.scheduler import ScheduledStep, Scheduler, SchedulerConfig, SchedulerStats
 from jaxinfer.step import NUM_END_IDS, DecodeLimits
-from jaxinfer.wording import shown
+from jaxinfer.text.wording import shown
 
 logger = logging.getLogger(__name__)
 

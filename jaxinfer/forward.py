@@ -17,7 +17,7 @@ from jaxinfer.batch import StepBatch
 from jaxinfer.kv_cache import KVCache, KVCacheSpec
 from jaxinfer.models.layers import rope_table
 from jaxinfer.models.spec import ModelConfig, ModelModule
-from jaxinfer.tiles import map_tiles
+from jaxinfer.programs.tiles import map_tiles
 
 NO_WINDOW = 2**31 - 1  # a window as data that hides nothing
 

@@ -14,21 +14,21 @@ from typing import Any
 import jax
 from tqdm import tqdm
 
-from jaxinfer import defaults, forks, weight_forms
-from jaxinfer.device_facts import facts_of
 from jaxinfer.engine import Engine, EngineStats
 from jaxinfer.metrics import Work
-from jaxinfer.model_source import ModelSource, find_model, given_model
 from jaxinfer.models.spec import ModelModule
-from jaxinfer.options import DEFAULTS, LLMOptions, documentation, signature
+from jaxinfer.options import defaults
+from jaxinfer.options.device_facts import facts_of
+from jaxinfer.options.llm_options import DEFAULTS, LLMOptions, documentation, signature
+from jaxinfer.options.model_source import ModelSource, find_model, given_model
+from jaxinfer.options.resolve import resolve
 from jaxinfer.outputs import Loglikelihood, RequestOutput
-from jaxinfer.programs import compile_cache, saved_programs
+from jaxinfer.programs import compile_cache, forks, saved_programs
 from jaxinfer.programs.background import BackgroundCompiler, give_back_memory
 from jaxinfer.programs.saved_programs import SavedPrograms
 from jaxinfer.programs.settings import own_settings
 from jaxinfer.request import Request, TopK, hash64
 from jaxinfer.request_loop import Outputs, RequestLoop
-from jaxinfer.resolve import resolve
 from jaxinfer.sampling.logits_processors import ProcessorArgs
 from jaxinfer.sampling.params import SamplingParams
 from jaxinfer.text import chat
@@ -36,11 +36,12 @@ from jaxinfer.text import prompts as prompts_
 from jaxinfer.text.prompts import Prompt
 from jaxinfer.text.records import Record
 from jaxinfer.text.tokenizer import Tokenizer
+from jaxinfer.text.wording import shown
 from jaxinfer.tools.planner import EnginePlan, hardware
 from jaxinfer.tools.planner.roofline import StepCost, step_cost
 from jaxinfer.tools.planner.shape import ModelShape
 from jaxinfer.tools.planner.utilization import Utilization, utilization
-from jaxinfer.wording import shown
+from jaxinfer.weights import weight_forms
 
 logger = logging.getLogger(__name__)
 

@@ -8,9 +8,9 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from sys import is_finalizing
 
-from jaxinfer import forks
 from jaxinfer.engine import Engine
 from jaxinfer.outputs import RequestOutput
+from jaxinfer.programs import forks
 from jaxinfer.request import Request, Sequence
 from jaxinfer.text.records import Record
 

@@ -21,6 +21,7 @@ from jaxinfer.forward import forward
 from jaxinfer.kv_cache import KVCache
 from jaxinfer.models.spec import ModelConfig, ModelModule
 from jaxinfer.programs.buckets import Program
+from jaxinfer.programs.tiles import map_tiles
 from jaxinfer.sampling import sample
 from jaxinfer.sampling.sample import (
     LogitsProcessor,
@@ -30,7 +31,6 @@ from jaxinfer.sampling.sample import (
     SamplingBatch,
     Variant,
 )
-from jaxinfer.tiles import map_tiles
 
 NUM_END_IDS = 8  # end ids per row that a multi-step decode can watch for
 

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxinfer.text.wording import size
 from jaxinfer.tools.aot.report import excess, failed, most
-from jaxinfer.wording import size
 
 Record = Mapping[str, Any]
 COLUMNS = (

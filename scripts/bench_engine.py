@@ -62,11 +62,11 @@ def main() -> None:
     import jax
 
     from jaxinfer import LLM
-    from jaxinfer.device_facts import facts_of
-    from jaxinfer.model_source import named_facts
-    from jaxinfer.options import LLMOptions
+    from jaxinfer.options.device_facts import facts_of
+    from jaxinfer.options.llm_options import LLMOptions
+    from jaxinfer.options.model_source import named_facts
+    from jaxinfer.options.resolve import resolve
     from jaxinfer.programs.buckets import Buckets
-    from jaxinfer.resolve import resolve
     from jaxinfer.sampling.sample import Variant
     from jaxinfer.tools.bench.run import card, drive, run
     from jaxinfer.tools.planner import hardware

@@ -8,22 +8,22 @@ from typing import Any
 
 import jax
 
-from jaxinfer import defaults
-from jaxinfer.device_facts import facts_of
 from jaxinfer.engine import Engine
 from jaxinfer.kv_cache import pages_needed
 from jaxinfer.metrics import Recording, Work
 from jaxinfer.models import qwen3
-from jaxinfer.options import LLMOptions
+from jaxinfer.options import defaults
+from jaxinfer.options.device_facts import facts_of
+from jaxinfer.options.llm_options import LLMOptions
+from jaxinfer.options.resolve import resolve
 from jaxinfer.programs.buckets import Buckets
 from jaxinfer.request import Request
-from jaxinfer.resolve import resolve
 from jaxinfer.sampling.params import SamplingParams
 from jaxinfer.tools.planner.hardware import Hardware
 from jaxinfer.tools.planner.roofline import step_cost
 from jaxinfer.tools.planner.shape import ModelShape
 from jaxinfer.tools.planner.utilization import utilization
-from jaxinfer.weight_forms import ModelFacts
+from jaxinfer.weights.weight_forms import ModelFacts
 
 Record = dict[str, Any]
 Emit = Callable[[Record], None]

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxinfer import defaults
+from jaxinfer.options import defaults
 from jaxinfer.pallas_kernels import cpu_pages
 from jaxinfer.tools.planner.hardware import Hardware
 

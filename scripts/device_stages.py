@@ -17,8 +17,8 @@ sys.path.insert(0, str(ROOT))
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 
-from jaxinfer import defaults  # noqa: E402
-from jaxinfer.device_facts import facts_of  # noqa: E402
+from jaxinfer.options import defaults  # noqa: E402
+from jaxinfer.options.device_facts import facts_of  # noqa: E402
 from jaxinfer.tools.planner.hardware import load as load_hardware  # noqa: E402
 from scripts.device_kernels import Item, Record, check_items, kernel_items  # noqa: E402
 

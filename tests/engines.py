@@ -14,16 +14,16 @@ from planted import make_planted, random_table
 from tiny_models import make_tiny, write_hf
 
 from jaxinfer import checkpoints, models
-from jaxinfer.device_facts import facts_of
 from jaxinfer.engine import Engine
-from jaxinfer.options import LLMOptions
+from jaxinfer.options.device_facts import facts_of
+from jaxinfer.options.llm_options import LLMOptions
+from jaxinfer.options.resolve import resolve
 from jaxinfer.programs import compile_cache
 from jaxinfer.programs.background import BackgroundCompiler
 from jaxinfer.programs.buckets import Buckets
 from jaxinfer.request import Request, Sequence
-from jaxinfer.resolve import resolve
 from jaxinfer.sampling.params import SamplingParams
-from jaxinfer.weight_forms import ModelFacts
+from jaxinfer.weights.weight_forms import ModelFacts
 
 compile_cache.enable(compile_cache.default_folder())
 

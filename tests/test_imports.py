@@ -13,13 +13,13 @@ ROOT = Path(__file__).parents[1]
 
 # Lowest first. A module imports from its own layer and from those below; a new module needs a place here.
 LAYERS = [
-    "pallas_kernels wording",
+    "pallas_kernels text.wording",
     "sampling.params sampling.logprob_arrays outputs",
-    "request forks quantization tiles sharding sampling.sample sampling.filters sampling.penalties "
+    "request programs.forks programs.tiles weights.quantization sampling.sample sampling.filters sampling.penalties "
     "sampling.logits_processors text.stop_strings programs.compile_cache programs.settings programs.slow_compile",
     "kv_cache models.layers batch page_allocator page_groups metrics tools.timeline",
-    "scheduler attention device_facts programs.saved_programs programs.buckets",
-    "models defaults options",
+    "scheduler attention options.device_facts programs.saved_programs programs.buckets",
+    "models options.defaults options.llm_options",
     "forward",
     "step sampling.logprobs",
     "programs.arguments",
@@ -27,11 +27,11 @@ LAYERS = [
     "engine",
     "checkpoints",
     "text.tokenizer text.detokenizer text.chat text.prompts text.templates text.template_worker",
-    "text.records smoothing",
-    "weight_forms",
-    "model_source",
+    "text.records weights.smoothing",
+    "weights.weight_forms",
+    "options.model_source",
     "request_loop",
-    "resolve llm tools.planner tools.gen_kwargs tools.batch_runner tools.bench tools.aot",
+    "options.resolve llm tools.planner tools.gen_kwargs tools.batch_runner tools.bench tools.aot",
     "cli tools.eval_adapter tools.ray_data __main__",
 ]
 LEVEL = {name: level for level, layer in enumerate(LAYERS) for name in layer.split()}

@@ -8,7 +8,7 @@ import typer
 
 from jaxinfer.cli.command import command, fail
 from jaxinfer.cli.options import THROUGHPUT_ENGINE
-from jaxinfer.options import SHAPES
+from jaxinfer.options.llm_options import SHAPES
 from jaxinfer.tools.aot.targets import TARGETS
 
 Model = Annotated[

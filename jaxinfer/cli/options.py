@@ -14,7 +14,7 @@ from typing import Annotated, Any, get_args
 
 import typer
 
-from jaxinfer.options import DEFAULTS, LLMOptions, kinds
+from jaxinfer.options.llm_options import DEFAULTS, LLMOptions, kinds
 from jaxinfer.sampling.params import SamplingParams
 
 TEMPERATURE = 0.0  # greedy: the same command gives the same text

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from jaxinfer.cli.command import command
-from jaxinfer.options import LLMOptions
+from jaxinfer.options.llm_options import LLMOptions
 
 ACCEPTANCE = 0.7
 
@@ -181,9 +181,9 @@ def _print_engine_plan(model: str, as_json: bool, **options: Any) -> None:
     """Options that are None are left to the engine."""
     import jax
 
-    from jaxinfer.device_facts import facts_of
-    from jaxinfer.model_source import named_facts
-    from jaxinfer.resolve import resolve
+    from jaxinfer.options.device_facts import facts_of
+    from jaxinfer.options.model_source import named_facts
+    from jaxinfer.options.resolve import resolve
 
     given = {name: value for name, value in options.items() if value is not None}
     resolved = resolve(LLMOptions.from_keywords(given), named_facts(model), facts_of(jax.devices()[0]))
@@ -226,9 +226,9 @@ def _compiled_temporaries(model: str, plan: Any) -> int:
     """Bytes of temporaries of the programs that the engine would run here under this load."""
     import jax
 
-    from jaxinfer.device_facts import facts_of
-    from jaxinfer.model_source import named_facts
-    from jaxinfer.resolve import resolve
+    from jaxinfer.options.device_facts import facts_of
+    from jaxinfer.options.model_source import named_facts
+    from jaxinfer.options.resolve import resolve
     from jaxinfer.tools.planner import temporaries
 
     device, setting, load = facts_of(jax.devices()[0]), plan.setting, plan.load

@@ -20,7 +20,7 @@ from jaxinfer.cli.plan import (
     Quantize,
     Utilization,
 )
-from jaxinfer.options import LLMOptions
+from jaxinfer.options.llm_options import LLMOptions
 
 
 @command()
@@ -57,8 +57,8 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Simulate queueing: TTFT, TPOT, latency, pages and preemptions under an arrival rate."""
-    from jaxinfer.model_source import named_facts
-    from jaxinfer.resolve import resolve
+    from jaxinfer.options.model_source import named_facts
+    from jaxinfer.options.resolve import resolve
     from jaxinfer.tools.planner import make_plan, report
     from jaxinfer.tools.planner import simulate as simulation
     from jaxinfer.tools.planner.workload import LENGTHS, arrivals

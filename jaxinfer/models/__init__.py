@@ -4,7 +4,7 @@ from typing import Any
 
 from jaxinfer.models import llama, qwen3
 from jaxinfer.models.spec import ModelModule
-from jaxinfer.wording import shown
+from jaxinfer.text.wording import shown
 
 # `model_type` of a config.json -> model file
 MODELS: dict[str, ModelModule] = {"llama": llama, "qwen3": qwen3}

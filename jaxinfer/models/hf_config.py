@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxinfer.models.layers import RopeConfig
-from jaxinfer.wording import listed, named, shown
+from jaxinfer.text.wording import listed, named, shown
 
 # Why keys change nothing of what inference computes, whatever their value -> those keys.
 INERT_KEYS_BY_REASON: dict[str, tuple[str, ...]] = {

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxinfer import quantization
 from jaxinfer.pallas_kernels.gated_mlp import gated_mlp as kernel_of_gated_mlp
+from jaxinfer.weights import quantization
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:

@@ -10,11 +10,11 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
-from jaxinfer import quantization
 from jaxinfer.attention import AttentionOptions
 from jaxinfer.models import hf_config, layers, spec
 from jaxinfer.models.layers import RopeConfig
 from jaxinfer.models.spec import Leaf, Leaves
+from jaxinfer.weights import quantization
 
 HANDLED_KEYS = hf_config.DECODER_KEYS | {"attention_bias", "mlp_bias"}
 

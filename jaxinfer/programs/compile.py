@@ -11,7 +11,6 @@ from typing import Any
 import jax
 
 from jaxinfer import kv_cache as kv
-from jaxinfer import quantization
 from jaxinfer.kv_cache import KVCache
 from jaxinfer.models.spec import ModelModule
 from jaxinfer.programs import saved_programs, slow_compile
@@ -21,6 +20,7 @@ from jaxinfer.programs.saved_programs import SavedPrograms
 from jaxinfer.programs.settings import own_settings
 from jaxinfer.sampling.sample import LogitsProcessor, LogprobsMode
 from jaxinfer.step import run_steps, score
+from jaxinfer.weights import quantization
 
 logger = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ import jax
 from jaxlib import _jax
 
 from jaxinfer.programs import compile_cache
-from jaxinfer.wording import first_line
+from jaxinfer.text.wording import first_line
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxinfer.wording import shown
+from jaxinfer.text.wording import shown
 
 Signature = tuple[tuple[str, str, tuple[int, ...]], ...]  # (key, dtype, shape of one row)
 

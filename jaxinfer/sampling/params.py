@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from jaxinfer.wording import shown
+from jaxinfer.text.wording import shown
 
 # Caps that keep one request from starving the others; all are documented in the field list of SamplingParams.
 MAX_N = 1024

@@ -18,7 +18,7 @@ from jaxinfer.text import templates
 from jaxinfer.text.prompts import fails_alone
 from jaxinfer.text.templates import ChatTemplateError
 from jaxinfer.text.tokenizer import Tokenizer, too_long
-from jaxinfer.wording import shown
+from jaxinfer.text.wording import shown
 
 __all__ = ["ChatTemplateError", "render"]
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from jaxinfer.text.stop_strings import StopStrings
-from jaxinfer.wording import shown
+from jaxinfer.text.wording import shown
 
 if TYPE_CHECKING:
     from jaxinfer.text.tokenizer import Tokenizer

@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxinfer.sampling.params import SamplingParams
 from jaxinfer.text.tokenizer import Tokenizer
-from jaxinfer.wording import shown
+from jaxinfer.text.wording import shown
 
 Prompt = str | Seq[int] | Mapping[str, Any]
 

@@ -22,7 +22,7 @@ from jaxinfer.checkpoints.sentencepiece_model import read_metadata
 from jaxinfer.checkpoints.token_ids import valid_ids
 from jaxinfer.sampling.params import check_characters
 from jaxinfer.text.detokenizer import BYTE_TOKEN, DecoderRules, Detokenizer, decoder_rules
-from jaxinfer.wording import shown
+from jaxinfer.text.wording import shown
 
 MAX_TEMPLATE_BYTES = MIB  # published chat templates have some tens of kilobytes
 MAX_TEMPLATES = 64

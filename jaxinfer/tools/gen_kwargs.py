@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxinfer.sampling.params import SAMPLING_FIELDS
-from jaxinfer.wording import shown
+from jaxinfer.text.wording import shown
 
 # Arguments of transformers' generate that tasks give -> values with which they ask for nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {

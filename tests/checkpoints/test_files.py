@@ -12,7 +12,7 @@ from tiny_models import make_tiny, write_gguf, write_hf
 from jaxinfer import checkpoints
 from jaxinfer.checkpoints import CheckpointError, files, huggingface
 from jaxinfer.checkpoints.fetch import FetchError, resolve
-from jaxinfer.model_source import named_facts
+from jaxinfer.options.model_source import named_facts
 from jaxinfer.text.tokenizer import load_tokenizer
 from jaxinfer.tools.planner import shape
 

@@ -26,7 +26,7 @@ from jaxinfer import checkpoints, models
 from jaxinfer.checkpoints import CheckpointError
 from jaxinfer.checkpoints.huggingface import read_safetensors
 from jaxinfer.checkpoints.loading import weight_leaves
-from jaxinfer.model_source import checkpoint_facts
+from jaxinfer.options.model_source import checkpoint_facts
 from jaxinfer.text.tokenizer import load_tokenizer
 
 SECONDS, MEGABYTES = (

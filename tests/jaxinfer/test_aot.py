@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from tiny_models import CONFIGS, make_tiny, write_hf
 
 from jaxinfer import SamplingParams
-from jaxinfer.device_facts import DeviceFacts, facts_of
 from jaxinfer.llm import LLM
+from jaxinfer.options.device_facts import DeviceFacts, facts_of
 from jaxinfer.programs import compile_cache, saved_programs
 from jaxinfer.tools.aot import build, child, compiler, hlo, report, run, search, targets
 

@@ -18,9 +18,9 @@ from jaxinfer.checkpoints import fetch
 from jaxinfer.llm import LLM
 from jaxinfer.models import layers, llama
 from jaxinfer.programs.buckets import Buckets
-from jaxinfer.quantization import Kernels
+from jaxinfer.programs.tiles import TILE, map_tiles
 from jaxinfer.sampling.params import SamplingParams
-from jaxinfer.tiles import TILE, map_tiles
+from jaxinfer.weights.quantization import Kernels
 
 # Every model file and dtype once; the other pairs are slow cases.
 PAIRS = [

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxinfer import defaults
-from jaxinfer.device_facts import DeviceFacts, capability
+from jaxinfer.options import defaults
+from jaxinfer.options.device_facts import DeviceFacts, capability
 
 
 def device(platform, compute_capability="", **facts):

@@ -9,8 +9,8 @@ import tokenizers
 from tiny_models import make_tiny, write_gguf
 
 from jaxinfer import LLM, SamplingParams
-from jaxinfer.defaults import few_rows
-from jaxinfer.device_facts import DeviceFacts, instruction_sets
+from jaxinfer.options.defaults import few_rows
+from jaxinfer.options.device_facts import DeviceFacts, instruction_sets
 from jaxinfer.text.tokenizer import Tokenizer
 
 PROMPT = [3, 7, 11, 2, 9]

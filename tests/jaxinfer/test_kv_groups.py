@@ -16,11 +16,11 @@ from jaxinfer.engine import Engine
 from jaxinfer.forward import forward
 from jaxinfer.llm import LLM
 from jaxinfer.models import layers
-from jaxinfer.options import LLMOptions
+from jaxinfer.options.llm_options import LLMOptions
+from jaxinfer.options.resolve import resolve
 from jaxinfer.programs.buckets import Buckets
-from jaxinfer.resolve import resolve
 from jaxinfer.sampling.params import SamplingParams
-from jaxinfer.weight_forms import ModelFacts
+from jaxinfer.weights.weight_forms import ModelFacts
 
 WINDOWS = (12, None, 12)  # of the layers; those with a window are group 1
 TOKENS, ROWS, STEPS = 16, 4, 4

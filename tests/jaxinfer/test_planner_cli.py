@@ -11,9 +11,10 @@ import typer
 from tiny_models import CONFIGS, make_tiny, write_hf
 from typer.testing import CliRunner
 
-from jaxinfer import device_facts, metrics
+from jaxinfer import metrics
 from jaxinfer.cli import plan, simulate
 from jaxinfer.llm import LLM
+from jaxinfer.options import device_facts
 from jaxinfer.tools.planner import hardware, temporaries
 
 LLAMA_7B = {

@@ -7,18 +7,18 @@ import pytest
 from planner_shapes import tiny_shape
 from tiny_models import CONFIGS
 
-from jaxinfer import device_facts
 from jaxinfer.checkpoints import fetch
-from jaxinfer.device_facts import DeviceFacts
 from jaxinfer.kv_cache import KVCacheSpec
 from jaxinfer.llm import LLM
 from jaxinfer.models import llama
-from jaxinfer.options import LLMOptions
+from jaxinfer.options import device_facts
+from jaxinfer.options.device_facts import DeviceFacts
+from jaxinfer.options.llm_options import LLMOptions
 from jaxinfer.programs.buckets import Buckets, Program
+from jaxinfer.text.wording import size
 from jaxinfer.tools.planner import PlanError, check, hardware, make_plan, temporaries
 from jaxinfer.tools.planner.measure import measure_engine
-from jaxinfer.weight_forms import ModelFacts, WeightForm, num_bytes, shapes
-from jaxinfer.wording import size
+from jaxinfer.weights.weight_forms import ModelFacts, WeightForm, num_bytes, shapes
 
 CONFIG = llama.Config.from_hf(CONFIGS["llama_gqa"])
 SPEC = KVCacheSpec(CONFIG.num_layers, CONFIG.num_kv_heads, CONFIG.head_dim, 32, 2)

@@ -15,10 +15,10 @@ from engines import load
 from jax.experimental.layout import Format, Layout
 from jax.sharding import SingleDeviceSharding
 
-from jaxinfer import quantization
 from jaxinfer.llm import LLM
-from jaxinfer.quantization import XLA, QuantizedTensor, quantize_leaf
 from jaxinfer.sampling.params import SamplingParams
+from jaxinfer.weights import quantization
+from jaxinfer.weights.quantization import XLA, QuantizedTensor, quantize_leaf
 
 RELATIVE = 2.0**-21
 AXES = {  # logical axes, shape, the input axes

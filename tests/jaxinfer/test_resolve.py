@@ -10,19 +10,20 @@ import pytest
 from tiny_models import CONFIGS, make_tiny, write_gguf, write_hf
 from typer.testing import CliRunner
 
-from jaxinfer import LLM, SamplingParams, options
+from jaxinfer import LLM, SamplingParams
 from jaxinfer.cli import app
-from jaxinfer.device_facts import DeviceFacts, facts_of
-from jaxinfer.model_source import named_facts
 from jaxinfer.models import llama
-from jaxinfer.options import LLMOptions
+from jaxinfer.options import llm_options
+from jaxinfer.options.device_facts import DeviceFacts, facts_of
+from jaxinfer.options.llm_options import LLMOptions
+from jaxinfer.options.model_source import named_facts
+from jaxinfer.options.resolve import resolve
 from jaxinfer.pallas_kernels import kv_append, ragged_paged_attention
 from jaxinfer.programs import compile_cache
-from jaxinfer.quantization import Kernels
-from jaxinfer.resolve import resolve
 from jaxinfer.tools.aot import build, child, targets
 from jaxinfer.tools.planner import hardware
-from jaxinfer.weight_forms import ModelFacts
+from jaxinfer.weights.quantization import Kernels
+from jaxinfer.weights.weight_forms import ModelFacts
 
 SIZES = {"max_num_seqs": 2, "max_num_batched_tokens": 32, "max_model_len": 64, "num_pages": 12}
 ONE_ROW = {"max_num_seqs": 1, "decode_steps": 1}
@@ -136,7 +137,7 @@ def test_a_kernel_of_part_of_the_engine_is_refused_at_once():
 
 def test_every_named_implementation_writes_and_reads_pages():
     field = LLMOptions.__dataclass_fields__["implementation"]
-    named = set(options.choices(field)) - {"auto"}
+    named = set(llm_options.choices(field)) - {"auto"}
     both = set(kv_append.IMPLEMENTATIONS) & set(ragged_paged_attention.IMPLEMENTATIONS)
     assert named == both
 

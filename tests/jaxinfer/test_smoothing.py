@@ -11,11 +11,12 @@ from engines import load
 
 from jaxinfer import batch as batches
 from jaxinfer import kv_cache as kv
-from jaxinfer import models, quantization, smoothing
+from jaxinfer import models
 from jaxinfer.checkpoints.loading import named_leaves
 from jaxinfer.forward import forward
 from jaxinfer.llm import LLM
-from jaxinfer.quantization import is_axes, quantize_leaf
+from jaxinfer.weights import quantization, smoothing
+from jaxinfer.weights.quantization import is_axes, quantize_leaf
 
 NAMES = {"llama": "llama_gqa", "qwen3": "qwen3_mqa_head_dim24"}
 PROMPT = list(range(3, 27))

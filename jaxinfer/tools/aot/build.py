@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jaxinfer.device_facts import DeviceFacts
-from jaxinfer.model_source import named_facts
-from jaxinfer.options import SHAPES, LLMOptions
-from jaxinfer.resolve import Resolved, resolve
+from jaxinfer.options.device_facts import DeviceFacts
+from jaxinfer.options.llm_options import SHAPES, LLMOptions
+from jaxinfer.options.model_source import named_facts
+from jaxinfer.options.resolve import Resolved, resolve
 
 
 def build(model: str, options: Mapping[str, Any], device: DeviceFacts) -> Resolved:

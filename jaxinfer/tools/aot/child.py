@@ -27,15 +27,15 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from jaxinfer import weight_forms
-from jaxinfer.device_facts import DeviceFacts, facts_of
+from jaxinfer.options.device_facts import DeviceFacts, facts_of
+from jaxinfer.options.resolve import Resolved
 from jaxinfer.programs import compile_cache, saved_programs
-from jaxinfer.resolve import Resolved
+from jaxinfer.text.wording import first_line
 from jaxinfer.tools.aot import gpu_targets, hlo, targets
 from jaxinfer.tools.aot.build import build
 from jaxinfer.tools.aot.gpu_resources import kernel_resources
 from jaxinfer.tools.planner import hardware
-from jaxinfer.wording import first_line
+from jaxinfer.weights import weight_forms
 
 TEBIBYTE = 1 << 40
 # The share of a GPU that JAX takes at start unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise.

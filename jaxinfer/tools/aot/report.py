@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxinfer.wording import size
+from jaxinfer.text.wording import size
 
 
 def excess(record: Mapping[str, Any]) -> str:

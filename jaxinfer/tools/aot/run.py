@@ -4,11 +4,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxinfer.options import FOREIGN
+from jaxinfer.options.llm_options import FOREIGN
+from jaxinfer.text.wording import size
 from jaxinfer.tools.aot import report
 from jaxinfer.tools.aot.compiler import Compiler
 from jaxinfer.tools.aot.search import largest_setting, probes
-from jaxinfer.wording import size
 
 
 def compile_model(

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from jaxinfer.options import POOL_SIZES
+from jaxinfer.options.llm_options import POOL_SIZES
 
 SMALLEST_POOL = 2  # pages: the null page and one more
 SMALLEST_STEP = 32  # tokens

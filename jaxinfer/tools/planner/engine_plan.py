@@ -3,15 +3,15 @@
 from dataclasses import dataclass
 from typing import Any
 
-from jaxinfer import defaults
-from jaxinfer.device_facts import DeviceFacts
 from jaxinfer.kv_cache import KVCacheSpec
 from jaxinfer.models.spec import ModelModule
-from jaxinfer.options import LLMOptions
+from jaxinfer.options import defaults
+from jaxinfer.options.device_facts import DeviceFacts
+from jaxinfer.options.llm_options import LLMOptions
+from jaxinfer.text.wording import size
 from jaxinfer.tools.planner import temporaries
 from jaxinfer.tools.planner.memory import row_state_bytes
 from jaxinfer.tools.planner.shape import ModelShape
-from jaxinfer.wording import size
 
 
 class PlanError(ValueError):

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxinfer.device_facts import DeviceFacts, capability, instruction_sets
+from jaxinfer.options.device_facts import DeviceFacts, capability, instruction_sets
 
 FACTS = Path(__file__).parent / "hardware.toml"
 PEAK_DTYPES = ("bfloat16", "float16", "float8", "int8", "float32")

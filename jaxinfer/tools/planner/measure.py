@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 import jax
 
-from jaxinfer import defaults, models
+from jaxinfer import models
 from jaxinfer.engine import Engine
 from jaxinfer.kv_cache import pages_needed
 from jaxinfer.llm import LLM
+from jaxinfer.options import defaults
 from jaxinfer.request import Request
 from jaxinfer.sampling.params import SamplingParams
 from jaxinfer.tools.planner import hardware as facts

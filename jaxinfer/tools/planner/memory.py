@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 
 import jax
 
-from jaxinfer import defaults
 from jaxinfer.kv_cache import pages_needed
-from jaxinfer.options import LLMOptions
+from jaxinfer.options import defaults
+from jaxinfer.options.llm_options import LLMOptions
 from jaxinfer.sampling import sample
 from jaxinfer.tools.planner import temporaries
 from jaxinfer.tools.planner.hardware import Hardware

@@ -4,8 +4,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxinfer import defaults
-from jaxinfer.options import LLMOptions
+from jaxinfer.options import defaults
+from jaxinfer.options.llm_options import LLMOptions
 from jaxinfer.tools.planner import hardware as facts
 from jaxinfer.tools.planner import roofline, shape
 from jaxinfer.tools.planner.memory import Load, Memory, default_page_size, plan_memory

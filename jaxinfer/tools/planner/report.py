@@ -2,10 +2,10 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from jaxinfer.text.wording import size
 from jaxinfer.tools.planner.plan import Plan
 from jaxinfer.tools.planner.roofline import AttentionKind, Bound, EndToEnd, OperatorGroup
 from jaxinfer.tools.planner.simulate import Simulation
-from jaxinfer.wording import size
 
 
 def plan_text(plan: Plan) -> str:

@@ -12,9 +12,9 @@ import jax
 
 from jaxinfer.checkpoints.loading import weight_leaves
 from jaxinfer.kv_cache import ml_dtypes_itemsize
-from jaxinfer.model_source import named_facts
 from jaxinfer.models.spec import ModelModule
-from jaxinfer.quantization import is_axes
+from jaxinfer.options.model_source import named_facts
+from jaxinfer.weights.quantization import is_axes
 
 # Bits of one element of the KV cache; those below 16 have scales beside them.
 KV_BITS = {

@@ -8,7 +8,7 @@ from jaxinfer.programs.buckets import Buckets, Program
 from jaxinfer.tools.planner.shape import ModelShape
 
 if TYPE_CHECKING:
-    from jaxinfer.resolve import Resolved
+    from jaxinfer.options.resolve import Resolved
 
 
 def estimate(shape: ModelShape, *, num_tokens: int, num_rows: int, platform: str) -> int:

@@ -7,11 +7,11 @@ from typing import Any
 
 import jax
 
-from jaxinfer.device_facts import DeviceFacts
+from jaxinfer.options.device_facts import DeviceFacts
 from jaxinfer.pallas_kernels.quantized_matmul import gpu_schedule
 from jaxinfer.pallas_kernels.quantized_matmul.tuning import w8a8_products
 from jaxinfer.pallas_kernels.ragged_paged_attention.gpu_tuning import DECODE_LIMITS
-from jaxinfer.tiles import TILE
+from jaxinfer.programs.tiles import TILE
 
 # platform of a jax device -> dtype of weights and activations
 DTYPES = {"cpu": "float32", "gpu": "bfloat16", "tpu": "bfloat16"}

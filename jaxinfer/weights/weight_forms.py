@@ -9,9 +9,9 @@ from typing import Any
 
 import jax
 
-from jaxinfer import quantization, smoothing
 from jaxinfer.checkpoints.loading import TensorSource, Transform, named_leaves, weight_leaves
 from jaxinfer.models.spec import ModelModule
+from jaxinfer.weights import quantization, smoothing
 
 
 @dataclass(frozen=True)

@@ -12,22 +12,23 @@ from typing import Any
 
 import jax
 
-from jaxinfer import defaults, weight_forms
-from jaxinfer.defaults import Choice
-from jaxinfer.device_facts import DeviceFacts
 from jaxinfer.engine import EngineConfig
 from jaxinfer.forward import kv_groups
 from jaxinfer.kv_cache import KVCacheSpec, KVGroup
 from jaxinfer.models.spec import ModelModule, smoothing_groups
-from jaxinfer.options import SHAPES, LLMOptions
+from jaxinfer.options import defaults
+from jaxinfer.options.defaults import Choice
+from jaxinfer.options.device_facts import DeviceFacts
+from jaxinfer.options.llm_options import SHAPES, LLMOptions
 from jaxinfer.programs.arguments import ArgumentShapes
 from jaxinfer.programs.buckets import Buckets, Program
 from jaxinfer.programs.compile import Programs
 from jaxinfer.programs.saved_programs import SavedPrograms
-from jaxinfer.quantization import Kernels
 from jaxinfer.scheduler import SchedulerConfig
 from jaxinfer.tools.planner.engine_plan import EnginePlan, PlanError, check
-from jaxinfer.weight_forms import ModelFacts, WeightForm
+from jaxinfer.weights import weight_forms
+from jaxinfer.weights.quantization import Kernels
+from jaxinfer.weights.weight_forms import ModelFacts, WeightForm
 
 
 @dataclass(frozen=True)

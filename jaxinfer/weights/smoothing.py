@@ -18,7 +18,6 @@ import numpy as np
 
 from jaxinfer import batch as batches
 from jaxinfer import kv_cache as kv
-from jaxinfer import quantization
 from jaxinfer.attention import AttentionOptions
 from jaxinfer.batch import StepBatch
 from jaxinfer.checkpoints.loading import named_leaves
@@ -27,6 +26,7 @@ from jaxinfer.models import spec
 from jaxinfer.models.layers import rope_table
 from jaxinfer.models.spec import ModelModule
 from jaxinfer.pallas_kernels.dense_matmul import dense_matmul
+from jaxinfer.weights import quantization
 
 ROWS, STEPS = 32, 24  # sequences that are drawn, and their tokens
 FLOOR = 1e-2  # a channel counts as at least this part of the mean one: it was not seen at its largest

@@ -13,12 +13,12 @@ from jaxinfer.checkpoints import fetch, huggingface
 from jaxinfer.checkpoints.files import has, inside
 from jaxinfer.checkpoints.loading import Transform, leaf_sources, named_leaves
 from jaxinfer.models.spec import ModelModule
-from jaxinfer.options import LLMOptions
+from jaxinfer.options.llm_options import LLMOptions
 from jaxinfer.sampling.params import SamplingParams
 from jaxinfer.text.prompts import default_sampling_params
 from jaxinfer.text.tokenizer import Tokenizer, load_tokenizer
-from jaxinfer.weight_forms import ModelFacts
-from jaxinfer.wording import first_line
+from jaxinfer.text.wording import first_line
+from jaxinfer.weights.weight_forms import ModelFacts
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""Weight leaves and their forms: quantized, packed, smoothed."""
