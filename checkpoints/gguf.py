@@ -25,7 +25,8 @@ from jaxinfer.checkpoints.gguf_blocks import Blocks, split
 from jaxinfer.checkpoints.loading import Checkpoint, TensorSource, check_against_tensors, settle_tied_head
 from jaxinfer.checkpoints.token_ids import valid_ids
 from jaxinfer.models import MODELS
-from jaxinfer.models.hf_config import RANGES, ROPE_RANGES, Range, check_values
+from jaxinfer.models.hf_config import RANGES, Range, check_values
+from jaxinfer.models.hf_layers import ROPE_RANGES
 from jaxinfer.models.spec import Leaf
 from jaxinfer.text.wording import listed, shown
 
@@ -154,7 +155,7 @@ def _permuted_head_dim(name: str, leaves: Mapping[str, Leaf], config: dict[str, 
     Each head is reordered by itself, so the number of q or kv heads does not matter here.
     """
     leaf = leaves.get(_pattern(name)[0])
-    return config["head_dim"] if leaf is not None and leaf.gguf_interleaved else None
+    return config["head_dim"] if leaf is not None and "gguf" in leaf.interleaved else None
 
 
 def _config(path: Path, header: GGUFHeader) -> dict[str, Any]:

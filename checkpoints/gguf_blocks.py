@@ -61,6 +61,18 @@ class Blocks:
         offset = None if self.offset is None else self.offset[rows]
         return replace(self, codes=self.codes[rows], scale=self.scale[rows], offset=offset)
 
+    def part(self, start: int, stop: int) -> "Blocks":
+        """These rows, or the shapes of these rows."""
+        codes, scale, offset = (_rows(a, start, stop) for a in (self.codes, self.scale, self.offset))
+        return replace(self, codes=codes, scale=scale, offset=offset)
+
+
+def _rows(array: Any, start: int, stop: int) -> Any:
+    """Rows of an array, or of a `jax.ShapeDtypeStruct`."""
+    if isinstance(array, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct((stop - start, *array.shape[1:]), array.dtype)
+    return None if array is None else array[start:stop]
+
 
 def shapes(shape: tuple[int, int], kind: gguf.GGMLQuantizationType) -> Blocks:
     """Blocks of a tensor of this shape with a `jax.ShapeDtypeStruct` for each array."""

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from jaxinfer.checkpoints.files import CheckpointError
-from jaxinfer.models.spec import ModelModule, hf_names
+from jaxinfer.models.spec import Leaves, ModelModule
 from jaxinfer.text.wording import listed
 
 logger = logging.getLogger(__name__)
@@ -55,6 +55,18 @@ class TensorSource:
     def read(self) -> np.ndarray:
         """The whole tensor, `shape` and `dtype` as the fields say."""
         return self.read_rows(0, self.shape[0] if self.shape else 1).reshape(self.shape)
+
+    def part(self, start: int, stop: int) -> "TensorSource":
+        """These rows alone, as a tensor of its own."""
+        read_blocks = self.read_blocks
+        return TensorSource(
+            (stop - start, *self.shape[1:]),
+            self.dtype,
+            self.nbytes // self.shape[0] * (stop - start),
+            lambda first, last: self.read_rows(start + first, start + last),
+            None if self.blocks is None else self.blocks.part(start, stop),
+            None if read_blocks is None else lambda: read_blocks().part(start, stop),
+        )
 
     def chunks(self) -> Iterator[tuple[slice, np.ndarray]]:
         """The tensor in pieces of about CHUNK_ELEMENTS along its first axis (at least one axis)."""
@@ -158,18 +170,20 @@ def load_weights(
     Raises CheckpointError naming all tensors that are missing, have no place in the model or a wrong shape.
     """
     leaves, treedef = weight_leaves(model_module, config)
-    sources = _match(checkpoint, hf_names(model_module.LEAVES), leaves)
+    sources = _match(checkpoint, model_module.LEAVES, config, leaves)
     shardings = leaf_shardings(sharding, leaves, treedef)
 
-    def load(leaf: str, leaf_sharding: Any) -> Any:
-        source = sources[leaf]
+    def load(name: str, leaf_sharding: Any) -> Any:
+        source, leaf = sources[name], model_module.LEAVES[name.rpartition(".")[2]]
         wanted = np.dtype(np.float32) if len(source.shape) == 1 else np.dtype(dtype)
-        host = _read_as(source, wanted).reshape(leaves[leaf].shape)
-        from_hf = model_module.LEAVES[leaf.rpartition(".")[2]].from_hf
-        if from_hf is not None and checkpoint.kind == "huggingface":
-            host = from_hf(host)
+        host = _read_as(source, wanted).reshape(leaves[name].shape)
+        if checkpoint.kind == "huggingface":  # gguf.py does the same to the blocks of its tensors
+            if leaf.from_hf is not None:
+                host = leaf.from_hf(host)
+            if checkpoint.kind in leaf.interleaved:
+                host = host[:, halves_of_pairs(config.head_dim, config.ropes[0].dim)]
         # Wait for the copy to an accelerator, or host buffers of many tensors would be alive at once.
-        return jax.block_until_ready(transform(leaf, jax.device_put(host, leaf_sharding), source))
+        return jax.block_until_ready(transform(name, jax.device_put(host, leaf_sharding), source))
 
     with ThreadPoolExecutor(THREADS) as pool:
         arrays = list(pool.map(load, leaves, shardings))
@@ -215,41 +229,54 @@ def named_leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> lis
 
 def leaf_sources(checkpoint: Checkpoint, model_module: ModelModule, config: Any) -> dict[str, TensorSource]:
     """The tensor of each leaf, by leaf name; CheckpointError as `load_weights`."""
-    return _match(checkpoint, hf_names(model_module.LEAVES), weight_leaves(model_module, config)[0])
+    return _match(checkpoint, model_module.LEAVES, config, weight_leaves(model_module, config)[0])
+
+
+def halves_of_pairs(head_dim: int, turned: int) -> np.ndarray:
+    """Which of a head's numbers stand where, i64[head_dim]: pairs that lie side by side become halves (rope.py).
+
+    turned: so many of the first numbers are in pairs.
+    """
+    return np.r_[0:turned:2, 1:turned:2, turned:head_dim]
 
 
 def _match(
-    checkpoint: Checkpoint, patterns: Mapping[str, str], leaves: Mapping[str, jax.ShapeDtypeStruct]
+    checkpoint: Checkpoint, table: Leaves, config: Any, leaves: Mapping[str, jax.ShapeDtypeStruct]
 ) -> dict[str, TensorSource]:
-    """The tensor of each leaf; CheckpointError with all that is missing, left over or wrongly shaped.
-
-    patterns: path of a leaf -> name of its tensor, both with "{layer}".
-    """
+    """The tensor of each leaf; CheckpointError with all that is missing, left over or wrongly shaped."""
     unused = {name for name in checkpoint.tensors if not IGNORED_TENSORS.search(name)}
     missing, wrong, sources = [], [], {}
-    for leaf, struct in leaves.items():
-        layer = re.search(r"(?<=\blayers\.)\d+", leaf)
-        leaf_pattern = re.sub(r"(?<=\blayers\.)\d+", "{layer}", leaf)
-        name = patterns[leaf_pattern].replace("{layer}", layer.group() if layer else "")
+    for path, struct in leaves.items():
+        leaf, layer = table[path.rpartition(".")[2]], re.match(r"layers\.(\d+)", path)
+        name = leaf.hf.replace("{layer}", layer[1] if layer else "")
         if name not in checkpoint.tensors:
             missing.append(name)
             continue
         unused.discard(name)
         source = checkpoint.tensors[name]
+        if leaf.beside:
+            rows = [math.prod(leaf.sizes(config, letters)) for letters in leaf.beside]
+            if source.shape[:1] != (sum(rows),):
+                wrong.append(
+                    f"{name} is {list(source.shape)} in the file, the config asks for {sum(rows)} rows"
+                )
+                continue
+            start = sum(rows[: leaf.place])
+            source = source.part(start, start + rows[leaf.place])
         if not _merges_to(struct.shape, source.shape):
             wrong.append(
                 f"{name} is {list(source.shape)} in the file, the config asks for {list(struct.shape)}"
             )
         elif not _is_floating(source.dtype):
             wrong.append(f"{name} is {source.dtype} in the file; only floating point weights can be loaded")
-        sources[leaf] = source
+        sources[path] = source
     problems = []
     if missing:
-        problems.append(f"it lacks {listed(missing)}")
+        problems.append(f"it lacks {listed(list(dict.fromkeys(missing)))}")
     if unused:
         problems.append(f"the model has no place for {listed(sorted(unused))}")
     if wrong:
-        problems.append(listed(wrong, separator="; "))
+        problems.append(listed(list(dict.fromkeys(wrong)), separator="; "))
     if problems:
         raise CheckpointError(
             f"{checkpoint.path} does not fit its config: {'; '.join(problems)}. Nothing was loaded"

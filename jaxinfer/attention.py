@@ -15,20 +15,20 @@ from jaxinfer.pallas_kernels.ragged_paged_attention import ragged_paged_attentio
 class AttentionOptions:
     """What is static about the attention of one layer.
 
-    sm_scale: factor on the product of a query and a key.
+    sm_scale: factor on the product of a query and a key; model files usually take 1 / sqrt(head_dim).
     group: index of the KV group whose pages the layer has.
     window: how many of the newest tokens a token sees, itself included; None: all.
     soft_cap: scores become soft_cap * tanh(scores / soft_cap); None leaves them.
     sinks: name of the layer's leaf f32[N], one more logit per head in the softmax (gpt-oss); None: there is none.
-    rope: index into the model's `ropes`, its tables of rotary embedding.
+    rope: index into the config's `ropes`, the tables of rotary embedding; None: nothing is turned.
     """
 
-    sm_scale: float
+    sm_scale: float = 1.0
     group: int = 0
     window: int | None = None
     soft_cap: float | None = None
     sinks: str | None = None
-    rope: int = 0
+    rope: int | None = 0
 
 
 def append_and_attend(

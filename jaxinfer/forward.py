@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jaxinfer.attention import AttentionOptions, append_and_attend
 from jaxinfer.batch import StepBatch
 from jaxinfer.kv_cache import KVCache, KVCacheSpec
-from jaxinfer.models.layers import rope_table
-from jaxinfer.models.spec import ModelConfig, ModelModule
+from jaxinfer.models.rope import rope_table
+from jaxinfer.models.spec import LayerSpec, ModelConfig, ModelModule
 from jaxinfer.programs.tiles import map_tiles
 
 NO_WINDOW = 2**31 - 1  # a window as data that hides nothing
@@ -26,12 +26,12 @@ def forward(
     model: ModelModule, config: ModelConfig, weights: Any, kv_cache: KVCache, batch: StepBatch
 ) -> tuple[jax.Array, KVCache]:
     """Hidden states [T, D] of the batch's tokens after the final norm, and the cache with them appended."""
-    _check_groups(model, config, kv_cache.spec)
+    _check_groups(config, kv_cache.spec)
     # `pack` makes numpy arrays, which without jax.jit come as they are
     batch = jax.tree.map(jnp.asarray, batch)
 
     def embed(token_ids: jax.Array, positions: jax.Array) -> tuple[jax.Array, tuple[Any, ...]]:
-        tables = tuple(rope_table(rope, positions) for rope in model.ropes(config))
+        tables = tuple(rope_table(rope, positions) for rope in config.ropes)
         return model.embed(config, weights, token_ids), tables
 
     x, ropes = _per_token(batch, embed, batch.token_ids, batch.positions)
@@ -46,7 +46,7 @@ def kv_groups(model: ModelModule, config: ModelConfig) -> tuple[tuple[tuple[int,
     Raises:
       ValueError: a group has no layer.
     """
-    options = [model.attention_options(config, layer) for layer in range(config.num_layers)]
+    options = [layer.attention for layer in config.layers]
     groups = []
     for g in range(1 + max(o.group for o in options)):
         layers = tuple(layer for layer, o in enumerate(options) if o.group == g)
@@ -59,10 +59,10 @@ def kv_groups(model: ModelModule, config: ModelConfig) -> tuple[tuple[tuple[int,
     return tuple(groups)
 
 
-def _check_groups(model: ModelModule, config: ModelConfig, spec: KVCacheSpec) -> None:
+def _check_groups(config: ModelConfig, spec: KVCacheSpec) -> None:
     """Raises ValueError where the cache does not hold what layers see."""
     for layer, g in enumerate(spec.layer_groups):
-        options, group = model.attention_options(config, layer), spec.kv_groups[g]
+        options, group = config.layers[layer].attention, spec.kv_groups[g]
         sees = NO_WINDOW if options.window is None else options.window
         if group.window is not None and sees > group.window:
             raise ValueError(f"layer {layer} sees {sees} tokens, its KV group keeps {group.window}")
@@ -86,17 +86,14 @@ def unrolled(
     kv_cache: KVCache,
     batch: StepBatch,
 ) -> tuple[jax.Array, KVCache]:
-    """Layer after layer, each with pages of its own; layers of equal options and shapes are traced and lowered once."""
+    """Layer after layer, each with pages of its own; layers of equal specs and shapes are traced and lowered once."""
     spec = kv_cache.spec
     run = jax.jit(partial(run_layer, model, config, spec), static_argnums=0)
     pages: list[Any] = list(kv_cache.pages)
     scales: list[Any] = list(kv_cache.scales or [None] * len(layers))
     for i, w in enumerate(layers):
-        options = model.attention_options(config, i)
         slots, table = (arrays[spec.layer_groups[i]] for arrays in (batch.slot_mappings, batch.page_tables))
-        x, pages[i], scales[i] = run(
-            options, w, x, pages[i], scales[i], ropes[options.rope], slots, table, batch
-        )
+        x, pages[i], scales[i] = run(config.layers[i], w, x, pages[i], scales[i], ropes, slots, table, batch)
     return x, replace(kv_cache, pages=tuple(pages), scales=None if kv_cache.scales is None else tuple(scales))
 
 
@@ -104,18 +101,20 @@ def run_layer(
     model: ModelModule,
     config: ModelConfig,
     spec: KVCacheSpec,
-    options: AttentionOptions,
+    layer: LayerSpec,
     w: Any,
     x: jax.Array,  # [T, D]
     pages: jax.Array,
     scales: jax.Array | None,
-    rope: Any,
+    ropes: tuple[Any, ...],
     slot_mapping: jax.Array,  # i32[T]
     page_table: jax.Array,  # i32[B, P]
     batch: StepBatch,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """One layer over a step's batch, with pages of its own: (x, pages, scales)."""
-    q, k, v = _per_token(batch, partial(model.before_attention, config, options, w), x, rope)
+    options = layer.attention
+    before = partial(model.before_attention, config, layer, w)
+    q, k, v = _per_token(batch, before, x, _table(options, ropes))
     out, pages, scales = append_and_attend(
         q,
         k,
@@ -130,7 +129,7 @@ def run_layer(
         window=options.window,
         sink_logits=_sinks(options, w),
     )
-    return _per_token(batch, partial(model.after_attention, config, options, w), x, out), pages, scales
+    return _per_token(batch, partial(model.after_attention, config, layer, w), x, out), pages, scales
 
 
 def one_loop(
@@ -153,24 +152,23 @@ def one_loop(
       NotImplementedError: layers differ in what is static in the one attention of the loop.
     """
     spec = kv_cache.spec
-    options = [model.attention_options(config, i) for i in range(len(layers))]
+    options = [layer.attention for layer in config.layers]
     shared = _shared(options)
 
-    # Traced and lowered once for layers of equal options, not in each branch.
+    # Traced and lowered once for layers of equal specs, not in each branch.
     @partial(jax.jit, static_argnums=0)
-    def before(options: AttentionOptions, w, x, ropes, batch):
-        q, k, v = _per_token(
-            batch, partial(model.before_attention, config, options, w), x, ropes[options.rope]
-        )
-        return q, k, v, _sinks(options, w)
+    def before(layer: LayerSpec, w, x, ropes, batch):
+        table = _table(layer.attention, ropes)
+        q, k, v = _per_token(batch, partial(model.before_attention, config, layer, w), x, table)
+        return q, k, v, _sinks(layer.attention, w)
 
     @partial(jax.jit, static_argnums=0)
-    def after(options: AttentionOptions, w, x, out, batch):
-        return _per_token(batch, partial(model.after_attention, config, options, w), x, out)
+    def after(layer: LayerSpec, w, x, out, batch):
+        return _per_token(batch, partial(model.after_attention, config, layer, w), x, out)
 
     def turn(i: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         x, pages = state
-        branches = [partial(before, o, w) for o, w in zip(options, layers, strict=True)]
+        branches = [partial(before, layer, w) for layer, w in zip(config.layers, layers, strict=True)]
         q, k, v, sinks = jax.lax.switch(i, branches, x, ropes, batch)
         group = _by_layer(spec.layer_groups, i)
         # of the layer's pages in the array
@@ -189,7 +187,7 @@ def one_loop(
             window=_window(options, i),
             sink_logits=sinks,
         )
-        branches = [partial(after, o, w) for o, w in zip(options, layers, strict=True)]
+        branches = [partial(after, layer, w) for layer, w in zip(config.layers, layers, strict=True)]
         return jax.lax.switch(i, branches, x, out, batch), pages
 
     x, array = jax.lax.fori_loop(0, len(layers), turn, (x, *kv_cache.pages))
@@ -200,6 +198,10 @@ STRATEGIES: dict[str, Callable[..., tuple[jax.Array, KVCache]]] = {
     "unrolled": unrolled,
     "one_loop": one_loop,
 }
+
+
+def _table(options: AttentionOptions, ropes: tuple[Any, ...]) -> Any:
+    return None if options.rope is None else ropes[options.rope]
 
 
 def _sinks(options: AttentionOptions, w: Any) -> jax.Array | None:

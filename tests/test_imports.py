@@ -17,7 +17,7 @@ LAYERS = [
     "sampling.params sampling.logprob_arrays outputs",
     "request programs.forks programs.tiles weights.quantization sampling.sample sampling.filters sampling.penalties "
     "sampling.logits_processors text.stop_strings programs.compile_cache programs.settings programs.slow_compile",
-    "kv_cache models.layers batch page_allocator page_groups metrics tools.timeline",
+    "kv_cache models.layers models.rope batch page_allocator page_groups metrics tools.timeline",
     "scheduler attention options.device_facts programs.saved_programs programs.buckets",
     "models options.defaults options.llm_options",
     "forward",

@@ -4,12 +4,10 @@ Values are checked here for kind and range before anything is computed from them
 origin, and an absurd one would first cost hours or all memory.
 """
 
-import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
-from jaxinfer.models.layers import RopeConfig
 from jaxinfer.text.wording import listed, named, shown
 
 # Why keys change nothing of what inference computes, whatever their value -> those keys.
@@ -69,8 +67,9 @@ INERT_KEYS = frozenset(key for keys in INERT_KEYS_BY_REASON.values() for key in 
 # Keys that are harmless only at these values: anything else changes the mathematics.
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "pretraining_tp": (1, None),
-    "hidden_act": ("silu", "swish", None),  # two names of one function
     "use_sliding_window": (False, None),
+    "attention_bias": (False, None),
+    "mlp_bias": (False, None),
     "partial_rotary_factor": (1, None),
     "attn_logit_softcapping": (None,),
     "final_logit_softcapping": (None,),
@@ -119,16 +118,13 @@ RANGES: dict[str, Range] = {
     "rms_norm_eps": Range(0, 1, whole=False),
     "rope_theta": Range(1e-3, 1e15, whole=False),
 }
-ROPE_RANGES: dict[str, Range] = {
-    "rope_theta": RANGES["rope_theta"],
-    "factor": Range(1e-3, 1e6, whole=False),
-    "low_freq_factor": Range(1e-3, 1e6, whole=False),
-    "high_freq_factor": Range(1e-3, 1e6, whole=False),
-    "original_max_position_embeddings": RANGES["max_position_embeddings"],
-}
+# Names of activations -> ours.
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
+# Keys where null says that there is none, whatever the family's default is.
+NULL_IS_NONE = frozenset(
+    {"sliding_window", "attn_logit_softcapping", "final_logit_softcapping", "rope_scaling"}
+)
 FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window")
-# transformers takes a window of this many tokens for a config of this model_type that has no such key.
-DEFAULT_WINDOWS = {"mistral": 4096}
 
 
 def check_values(hf: Mapping[str, Any]) -> None:
@@ -159,19 +155,13 @@ def check_values(hf: Mapping[str, Any]) -> None:
         raise ValueError(f"hidden_size {hf['hidden_size']} is too small for {heads} attention heads")
 
 
-def check_keys(hf: dict[str, Any], handled: frozenset[str]) -> None:
+def check_keys(hf: Mapping[str, Any], handled: Set[str]) -> None:
     """Refuses a config with keys that are neither handled, inert nor neutral, or whose values are out of range.
 
     Raises:
       ValueError: names every such key with its value.
     """
     check_values(hf)
-    window = DEFAULT_WINDOWS.get(str(hf.get("model_type")))
-    if "sliding_window" not in hf and window is not None and not _is_no_window(window, hf):
-        raise ValueError(
-            f"config of model_type {hf['model_type']!r} without sliding_window has a window of {window}, which is not "
-            'supported; write "sliding_window": null if the model has none'
-        )
     refused = [
         f"{named(key, 60)}={shown(value)}"
         for key, value in hf.items()
@@ -198,7 +188,7 @@ def _is_no_window(window: int, hf: Mapping[str, Any]) -> bool:
     return longest is not None and window >= longest
 
 
-def require(hf: dict[str, Any], *names: str) -> list[Any]:
+def require(hf: Mapping[str, Any], *names: str) -> list[Any]:
     """Values of keys that must be there.
 
     Raises:
@@ -210,72 +200,27 @@ def require(hf: dict[str, Any], *names: str) -> list[Any]:
     return [hf[name] for name in names]
 
 
-# rope_type -> its keys in a config and their fields of RopeConfig.
-ROPE_KEYS: dict[str, dict[str, str]] = {
-    "default": {},
-    "linear": {"factor": "factor"},
-    "llama3": {
-        "factor": "factor",
-        "low_freq_factor": "low_freq_factor",
-        "high_freq_factor": "high_freq_factor",
-        "original_max_position_embeddings": "original_max_position",
-    },
-    "factors": {"factors": "factors"},
-}
+def with_defaults(hf: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """A config with the defaults of its family, where a key is missing, or is null and null says nothing of its own.
+
+    Raises ValueError as `check_values`.
+    """
+    check_values(hf)
+    given = {k: v for k, v in hf.items() if v is not None or k not in defaults or k in NULL_IS_NONE}
+    return {**defaults, **given}
 
 
-def rope_from_hf(hf: dict[str, Any], head_dim: int) -> RopeConfig:
-    """RopeConfig from `rope_theta` and `rope_scaling`, or from the newer `rope_parameters`.
+def activation(hf: Mapping[str, Any]) -> str:
+    """The activation of gated MLPs, a key of gated_mlp.ACTIVATIONS.
 
     Raises:
-      ValueError: the kind of scaling, or a key of it, is not one we compute, or a value is out of range.
+      ValueError: it is none that we compute.
     """
-    scaling = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
-    kind = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
-    scaling.pop("type", None)
-    if not isinstance(kind, str) or kind not in ROPE_KEYS:
-        raise ValueError(
-            f"rope scaling of type {shown(kind)} is not supported; supported are default, linear and llama3"
-        )
-    keys = ROPE_KEYS[kind]
-    for key, bounds in ROPE_RANGES.items():
-        if scaling.get(key) is not None and (problem := bounds.problem(scaling[key])):
-            raise ValueError(f"rope scaling {kind!r}: {key} {problem}")
-    theta = float(scaling.pop("rope_theta", None) or hf.get("rope_theta") or 10000.0)
-    if scaling.get("partial_rotary_factor", 1) in (1, None):  # all of a head turns
-        scaling.pop("partial_rotary_factor", None)
-    if (
-        "original_max_position_embeddings" not in keys
-    ):  # of the training; read by the kinds that have it alone
-        scaling.pop("original_max_position_embeddings", None)
-    if kind == "default" and scaling.get("factor", 1) in (1, None):
-        scaling.pop("factor", None)
-    unknown, missing = set(scaling) - set(keys), {key for key in keys if scaling.get(key) is None}
-    if unknown or missing:
-        raise ValueError(
-            f"rope scaling {kind!r}: missing keys [{listed(sorted(missing))}], keys not understood "
-            f"[{listed(sorted(unknown))}]"
-        )
-    fields = {keys[key]: value for key, value in scaling.items()}
-    if kind == "llama3" and not fields["low_freq_factor"] < fields["high_freq_factor"]:
-        raise ValueError("rope scaling 'llama3': low_freq_factor must be under high_freq_factor")
-    if "factors" in fields:
-        fields["factors"] = _factors(fields["factors"], head_dim)
-    return RopeConfig(theta=theta, head_dim=head_dim, kind=kind, **fields)
-
-
-def _factors(factors: Any, head_dim: int) -> tuple[float, ...]:
-    """Divisors of the rope frequencies. Raises ValueError: not one for each pair of a head, or not over 0."""
-    if not isinstance(factors, list | tuple) or len(factors) != head_dim // 2:
-        raise ValueError(
-            f"rope factors are {shown(factors)}, not a list of head_dim / 2 = {head_dim // 2} numbers"
-        )
-    wrong = [
-        x for x in factors if isinstance(x, bool) or not isinstance(x, int | float) or not 0 < x < math.inf
-    ]
-    if wrong:
-        raise ValueError(f"rope factors hold {shown(wrong[0])}; each must be a number over 0")
-    return tuple(float(x) for x in factors)
+    key = "hidden_act" if hf.get("hidden_act") is not None else "hidden_activation"
+    name = hf.get(key) or "silu"
+    if not isinstance(name, str) or name not in ACTIVATIONS:
+        raise ValueError(f"{key}={shown(name)} is not supported; supported are {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[name]
 
 
 # What `decoder_fields` reads.
@@ -283,16 +228,16 @@ DECODER_KEYS = frozenset(
     {
         "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
         "intermediate_size", "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters", "tie_word_embeddings",
-        "max_position_embeddings",
+        "max_position_embeddings", "hidden_act", "hidden_activation",
     }
 )  # fmt: skip
 
 
-def decoder_fields(hf: dict[str, Any]) -> dict[str, Any]:
+def decoder_fields(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Fields that the Config of every dense decoder has, by name.
 
     Raises:
-      ValueError: a key is missing, or the scaling of rope is none that we compute.
+      ValueError: a key is missing.
     """
     vocab, dim, depth, heads, mlp = require(
         hf, "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"
@@ -307,7 +252,6 @@ def decoder_fields(hf: dict[str, Any]) -> dict[str, Any]:
         "head_dim": head_dim,
         "mlp_dim": mlp,
         "rms_norm_eps": hf.get("rms_norm_eps", 1e-6),
-        "rope": rope_from_hf(hf, head_dim),
         "tie_word_embeddings": bool(hf.get("tie_word_embeddings", False)),
         "max_position_embeddings": hf.get("max_position_embeddings", 2048),
     }

@@ -153,6 +153,7 @@ def resolve(
         raise ValueError(
             f"max_model_len={max_model_len} is over the model's own maximum of {longest} positions"
         )
+    config = config.for_context(max_model_len)
     attention = defaults.implementation(options.implementation, device, config.dtype, config.head_dim)
     page_size = defaults.page_size(options.page_size, device.platform, max_model_len)
     spec = KVCacheSpec(

@@ -18,13 +18,12 @@ import numpy as np
 
 from jaxinfer import batch as batches
 from jaxinfer import kv_cache as kv
-from jaxinfer.attention import AttentionOptions
 from jaxinfer.batch import StepBatch
 from jaxinfer.checkpoints.loading import named_leaves
 from jaxinfer.forward import run_layer
 from jaxinfer.models import spec
-from jaxinfer.models.layers import rope_table
-from jaxinfer.models.spec import ModelModule
+from jaxinfer.models.rope import rope_table
+from jaxinfer.models.spec import LayerSpec, ModelModule
 from jaxinfer.pallas_kernels.dense_matmul import dense_matmul
 from jaxinfer.weights import quantization
 
@@ -46,7 +45,7 @@ def factors(module: ModelModule, config: Any, weights: Any) -> dict[str, Factors
     that reads it, but for its size: the root mean square over tokens, which changes less from one text to another than
     the largest value does.
     """
-    groups = spec.smoothing_groups(module.LEAVES)
+    groups = _groups(module, weights)
     sizes = _sizes(module, config, weights, [readers[0] for readers in groups.values()])
     found: dict[str, Factors] = {}
     for (i, layer), (writer, readers) in itertools.product(enumerate(weights.layers), groups.items()):
@@ -60,6 +59,20 @@ def factors(module: ModelModule, config: Any, weights: Any) -> dict[str, Factors
         name = f"layers.{i}.{writer}"
         found[name] = found.get(name, Factors())._replace(outputs=jnp.asarray(1 / factor))
     return found
+
+
+def _groups(module: ModelModule, weights: Any) -> dict[str, tuple[str, ...]]:
+    """`smoothing_groups` of which all layers have the writer and its readers, and the writer adds no bias."""
+
+    def have(name: str) -> bool:
+        return all(getattr(layer, name, None) is not None for layer in weights.layers)
+
+    groups = spec.smoothing_groups(module.LEAVES)
+    return {
+        writer: readers
+        for writer, readers in groups.items()
+        if all(map(have, (writer, *readers))) and not have(writer.removesuffix("_proj") + "_bias")
+    }
 
 
 def _floored(x: np.ndarray) -> np.ndarray:
@@ -93,22 +106,19 @@ def _sizes(
     cache_spec = kv.KVCacheSpec(1, config.num_kv_heads, config.head_dim, STEPS, ROWS + 1, config.dtype, "cpu")
 
     @partial(jax.jit, static_argnums=0, donate_argnums=3)
-    def run(
-        options: AttentionOptions, w: Any, x: jax.Array, pages: jax.Array, ropes: Any, batch: StepBatch
-    ) -> Any:
+    def run(layer: LayerSpec, w: Any, x: jax.Array, pages: jax.Array, ropes: Any, batch: StepBatch) -> Any:
         recorded = {name: _Recorded(getattr(w, name)) for name in readers}
         w = w.replace(**recorded)
-        rope = ropes[options.rope]
         # A row's one page holds all of its tokens, whatever KV group a layer is of.
         slots, table = batch.slot_mappings[0], batch.page_tables[0]
         x, pages, _ = run_layer(
-            module, config, cache_spec, options, w, x, pages, None, rope, slots, table, batch
+            module, config, cache_spec, layer, w, x, pages, None, ropes, slots, table, batch
         )
         return x, pages, {name: matrix.squares for name, matrix in recorded.items()}
 
     @jax.jit
     def embed(weights: Any, batch: StepBatch) -> Any:
-        tables = tuple(rope_table(rope, batch.positions) for rope in module.ropes(config))
+        tables = tuple(rope_table(rope, batch.positions) for rope in config.ropes)
         return module.embed(config, weights, batch.token_ids), tables
 
     @jax.jit
@@ -126,8 +136,7 @@ def _sizes(
         x, ropes = embed(weights, batch)
         squares = []
         for i, w in enumerate(layers):
-            options = module.attention_options(config, i)
-            x, pages[i], recorded = run(options, w, x, pages[i], ropes, batch)
+            x, pages[i], recorded = run(config.layers[i], w, x, pages[i], ropes, batch)
             squares.append(recorded)
         ids = np.asarray(draw(weights, x, jax.random.fold_in(key, step)))
         for total, recorded in zip(sums, squares, strict=True):

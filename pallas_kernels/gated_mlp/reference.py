@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxinfer.pallas_kernels.dense_matmul import reference as dense
-from jaxinfer.pallas_kernels.gated_mlp import Matrix
+from jaxinfer.pallas_kernels.gated_mlp import ACTIVATIONS, Matrix
 
 
 def gated_mlp(
@@ -12,6 +12,7 @@ def gated_mlp(
     gate: Matrix,  # [F, D]
     up: Matrix,  # [F, D]
     down: Matrix,  # [D, F]
+    activation: str,
 ) -> jax.Array:
     """See the package's docstring."""
 
@@ -20,5 +21,5 @@ def gated_mlp(
             return weight(x, jnp.float32)
         return dense.dense_matmul(x, weight, out_dtype=jnp.dtype(jnp.float32))
 
-    hidden = jax.nn.silu(multiply(x, gate)) * multiply(x, up)
+    hidden = ACTIVATIONS[activation](multiply(x, gate)) * multiply(x, up)
     return multiply(hidden, down).astype(x.dtype)

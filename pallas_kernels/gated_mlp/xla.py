@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxinfer.pallas_kernels.dense_matmul import xla as dense
-from jaxinfer.pallas_kernels.gated_mlp import Matrix
+from jaxinfer.pallas_kernels.gated_mlp import ACTIVATIONS, Matrix
 
 
 def gated_mlp(
@@ -12,6 +12,7 @@ def gated_mlp(
     gate: Matrix,  # [F, D]
     up: Matrix,  # [F, D]
     down: Matrix,  # [D, F]
+    activation: str,
 ) -> jax.Array:
     """See the package's docstring."""
 
@@ -21,4 +22,4 @@ def gated_mlp(
         return dense.dense_matmul(x, weight, out_dtype=x.dtype)
 
     gate, up = multiply(x, gate).astype(jnp.float32), multiply(x, up).astype(jnp.float32)
-    return multiply((jax.nn.silu(gate) * up).astype(x.dtype), down)
+    return multiply((ACTIVATIONS[activation](gate) * up).astype(x.dtype), down)

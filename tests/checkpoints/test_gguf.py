@@ -10,7 +10,7 @@ from tiny_models import CONFIGS, make_tiny, write_gguf
 from jaxinfer.checkpoints import CheckpointError, open_checkpoint
 from jaxinfer.checkpoints.gguf import read_header
 from jaxinfer.models import llama, qwen3
-from jaxinfer.models.layers import rope_frequencies
+from jaxinfer.models.rope import rope_frequencies
 
 MODELS = {"llama": llama, "qwen3": qwen3}
 
@@ -52,9 +52,11 @@ def test_config_is_that_of_the_model(tmp_path, name):
     module = MODELS[config["model_type"]]
     found, expected = module.Config.from_hf(checkpoint.config), module.Config.from_hf(config)
     # GGUF holds float32 (eps) and llama3 scaling as divisors: equal up to float32 rounding.
-    np.testing.assert_allclose(rope_frequencies(found.rope), rope_frequencies(expected.rope), rtol=1e-6)
+    np.testing.assert_allclose(
+        rope_frequencies(found.ropes[0]), rope_frequencies(expected.ropes[0]), rtol=1e-6
+    )
     assert found.rms_norm_eps == pytest.approx(expected.rms_norm_eps, rel=1e-6)
-    same = dataclasses.replace(found, rope=expected.rope, rms_norm_eps=expected.rms_norm_eps)
+    same = dataclasses.replace(found, ropes=expected.ropes, rms_norm_eps=expected.rms_norm_eps)
     assert same == expected
     assert checkpoint.end_token_ids == (2,)
 

@@ -90,7 +90,7 @@ def test_float32_to_bfloat16(saved_by_eight):
 
 
 def test_misfits_are_all_named(saved_by_eight):
-    other = dataclasses.replace(CONFIG, mlp_dim=96, tie_word_embeddings=True, num_layers=2)
+    other = dataclasses.replace(CONFIG.with_layers(2), mlp_dim=96, tie_word_embeddings=True)
     with pytest.raises(CheckpointError) as error:
         restore_weights(saved_by_eight, llama, other)
     for problem in ("layers.1.q_proj is missing", "no place for unembed", "down_proj is [64, 128] there"):

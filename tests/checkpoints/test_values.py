@@ -215,24 +215,20 @@ def test_every_inert_key_has_one_reason():
 
 
 @pytest.mark.parametrize(
-    ("change", "refused"),
+    ("change", "window"),
     [
         ({"sliding_window": None}, None),
         ({"sliding_window": 512}, None),
         ({"sliding_window": 4096, "max_position_embeddings": 4096}, None),
-        ({"sliding_window": 128}, "sliding_window=128"),
-        ({"max_position_embeddings": 32768}, "without sliding_window has a window of 4096"),
-        ({}, None),  # its 4096 cover all 512 positions
+        ({"sliding_window": 128}, 128),
+        ({"max_position_embeddings": 32768}, 4096),  # the default of its family
+        ({}, None),  # these 4096 cover all 512 positions
     ],
 )
-def test_mistral_without_a_window_is_llama(change, refused):
+def test_the_window_of_mistral(change, window):
     hf = {**LLAMA, "model_type": "mistral", **change}
-    assert models.for_config(hf) is llama
-    if refused is None:
-        assert llama.Config.from_hf(hf).num_layers == 2
-    else:
-        with pytest.raises(ValueError, match=refused):
-            llama.Config.from_hf(hf)
+    layers = models.MODELS["mistral"].Config.from_hf(hf).layers
+    assert [layer.attention.window for layer in layers] == [window] * 2
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,8 @@ from tiny_models import random_tokens
 from jaxinfer.checkpoints import fetch
 from jaxinfer.llm import LLM
 from jaxinfer.models import layers, llama
+from jaxinfer.models.rope import RopeConfig
+from jaxinfer.models.spec import LayerSpec
 from jaxinfer.programs.buckets import Buckets
 from jaxinfer.programs.tiles import TILE, map_tiles
 from jaxinfer.sampling.params import SamplingParams
@@ -150,8 +152,8 @@ def test_smollm2(dtype):
 
 # The products of a real model: other sizes are other kernels of XLA.
 SMOLLM2 = llama.Config(
-    vocab_size=4096, embed_dim=576, num_layers=1, num_q_heads=9, num_kv_heads=3, head_dim=64, mlp_dim=1536,
-    rms_norm_eps=1e-5, rope=layers.RopeConfig(1e5, 64), tie_word_embeddings=True, attention_bias=False,
+    vocab_size=4096, embed_dim=576, layers=(LayerSpec(),), num_q_heads=9, num_kv_heads=3, head_dim=64, mlp_dim=1536,
+    rms_norm_eps=1e-5, ropes=(RopeConfig(1e5, 64),), tie_word_embeddings=True,
     max_position_embeddings=256,
 )  # fmt: skip
 

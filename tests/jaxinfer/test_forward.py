@@ -1,6 +1,5 @@
 """How layers are run: the named strategies agree, also where layers differ in window, rope and KV group."""
 
-import types
 from dataclasses import replace
 from functools import partial
 
@@ -21,12 +20,16 @@ PROMPT = random_tokens("forward", 40)
 PAGE_SIZE = 8
 
 
-def variant(**functions):
-    """Llama with other functions of its model file, and a third layer."""
-    module, config, weights = load("llama_gqa")
-    model = types.ModuleType("variant")
-    vars(model).update({**vars(module), **functions})
-    config = replace(config, num_layers=3)
+def variant(*attention, **fields):
+    """Llama with a third layer: the attention of each has fields of these, and its config those."""
+    model, config, weights = load("llama_gqa")
+    config = config.with_layers(3)
+    given = attention or ({},) * 3
+    layers = [
+        replace(layer, attention=replace(layer.attention, **its))
+        for layer, its in zip(config.layers, given, strict=True)
+    ]
+    config = replace(config, layers=tuple(layers), **fields)
     return model, config, weights.replace(layers=(*weights.layers, weights.layers[0]))
 
 
@@ -57,38 +60,29 @@ STRATEGIES = [("xla", "unrolled"), ("cpu", "one_loop"), ("cpu", "unrolled"), ("x
 @pytest.mark.parametrize(("implementation", "strategy"), STRATEGIES)
 def test_windows_and_ropes_of_layers(implementation, strategy):
     """Layer 1 sees 5 tokens and turns twice as slowly; a window that is longer than the prompt changes nothing."""
-    module, *_ = load("llama_gqa")
-    windows = [64, 5, None]
+    (rope,) = load("llama_gqa")[1].ropes
+    slow = replace(rope, kind="linear", factor=2.0)
 
-    def attention_options(config, layer):
-        return replace(module.attention_options(config, layer), window=windows[layer], rope=layer % 2)
+    def made(windows=(64, 5, None), ropes=(rope, slow), of_layers=(0, 1, 0)):
+        attention = [{"window": w, "rope": r} for w, r in zip(windows, of_layers, strict=True)]
+        return variant(*attention, ropes=ropes)
 
-    def ropes(config):
-        return config.rope, replace(config.rope, kind="linear", factor=2.0)
-
-    model, config, weights = variant(attention_options=attention_options, ropes=ropes)
     with jax.default_matmul_precision("highest"):
-        want = hidden(model, config, weights, "reference", chunks=(len(PROMPT),))
-        got = hidden(model, config, weights, implementation, strategy)
-        assert_equal_hidden(got, want)
-        for others in ([64, None, None], [64, 6, None], [5, None, None]):
-            windows[:] = others
-            assert np.abs(hidden(model, config, weights, implementation, strategy) - want).max() > 1e-2
-        windows[:] = [64, 5, None]
-        model.ropes = lambda config: (config.rope, config.rope)
-        assert np.abs(hidden(model, config, weights, implementation, strategy) - want).max() > 1e-2
+        want = hidden(*made(), "reference", chunks=(len(PROMPT),))
+        assert_equal_hidden(hidden(*made(), implementation, strategy), want)
+        others = [made(windows) for windows in ((64, None, None), (64, 6, None), (5, None, None))]
+        for other in (*others, made(ropes=(rope, rope)), made(of_layers=(0, 1, None))):
+            assert np.abs(hidden(*other, implementation, strategy) - want).max() > 1e-2
+        unturned = made(of_layers=(0, None, 1))
+        want = hidden(*unturned, "reference", chunks=(len(PROMPT),))
+        assert_equal_hidden(hidden(*unturned, implementation, strategy), want)
 
 
 @pytest.mark.parametrize(("implementation", "strategy"), STRATEGIES)
 def test_sinks_and_a_soft_cap(implementation, strategy):
     """The leaf of sinks is another in each layer."""
-    module, *_ = load("llama_gqa")
-
-    def attention_options(config, layer):
-        return replace(module.attention_options(config, layer), sinks="sinks", soft_cap=2.0)
-
-    leaves = {**module.LEAVES, "sinks": Leaf("bias", "N", "model.layers.{layer}.sinks", "blk.{layer}.sinks")}
-    model, config, weights = variant(attention_options=attention_options, LEAVES=leaves)
+    model, config, weights = variant(*({"sinks": "sinks", "soft_cap": 2.0},) * 3)
+    leaves = {**model.LEAVES, "sinks": Leaf("bias", "N", "model.layers.{layer}.sinks", "blk.{layer}.sinks")}
     given = [vars(w) | {"sinks": jnp.arange(4.0) - i} for i, w in enumerate(weights.layers)]
     layer_type = type(spec.init(leaves, config, jax.random.key(0)).layers[0])
     weights = weights.replace(layers=tuple(layer_type(**fields) for fields in given))
@@ -100,12 +94,7 @@ def test_sinks_and_a_soft_cap(implementation, strategy):
 
 
 def test_layers_that_one_attention_cannot_serve_are_refused():
-    module, *_ = load("llama_gqa")
-
-    def attention_options(config, layer):
-        return replace(module.attention_options(config, layer), soft_cap=float(1 + layer))
-
-    model, config, weights = variant(attention_options=attention_options)
+    model, config, weights = variant(*({"soft_cap": float(1 + layer)} for layer in range(3)))
     with pytest.raises(NotImplementedError, match="layer_strategy='unrolled'"):
         hidden(model, config, weights, "cpu")
     want = hidden(model, config, weights, "reference")

@@ -1,6 +1,5 @@
 """A model whose layers see different numbers of tokens: two KV groups, through the whole engine."""
 
-import types
 from dataclasses import replace
 from functools import cache, partial
 
@@ -15,7 +14,7 @@ from jaxinfer import kv_cache as kv
 from jaxinfer.engine import Engine
 from jaxinfer.forward import forward
 from jaxinfer.llm import LLM
-from jaxinfer.models import layers
+from jaxinfer.models.rope import rope_table
 from jaxinfer.options.llm_options import LLMOptions
 from jaxinfer.options.resolve import resolve
 from jaxinfer.programs.buckets import Buckets
@@ -29,16 +28,13 @@ TOKENS, ROWS, STEPS = 16, 4, 4
 @cache
 def windowed(windows=WINDOWS):
     """(model file, config, weights) of tiny Llama with a third layer, and a window in two of them, or in all."""
-    module, config, weights = load("llama_gqa")
-
-    def attention_options(config, layer):
-        group = int(None in windows and windows[layer] is not None)
-        return replace(module.attention_options(config, layer), window=windows[layer], group=group)
-
-    model = types.ModuleType("windowed")
-    vars(model).update({**vars(module), "attention_options": attention_options})
+    model, config, weights = load("llama_gqa")
+    layers = []
+    for layer, window in zip(config.with_layers(3).layers, windows, strict=True):
+        group = int(None in windows and window is not None)
+        layers.append(replace(layer, attention=replace(layer.attention, window=window, group=group)))
     three = (*weights.layers, weights.layers[0])
-    return model, replace(config, num_layers=3), weights.replace(layers=three)
+    return model, replace(config, layers=tuple(layers)), weights.replace(layers=three)
 
 
 @partial(jax.jit, static_argnums=0)
@@ -46,16 +42,16 @@ def dense_logits(windows, token_ids):
     """f32[T, V] by one softmax over all tokens with a mask: no pages, no batch, no engine."""
     model, config, weights = windowed()
     x, positions = model.embed(config, weights, token_ids), jnp.arange(len(token_ids))
-    rope = layers.rope_table(config.rope, positions)
+    rope = rope_table(config.ropes[0], positions)
     for window, w in zip(windows, weights.layers, strict=True):
-        options = model.attention_options(config, 0)
-        q, k, v = model.before_attention(config, options, w, x, rope)
+        layer = config.layers[0]
+        q, k, v = model.before_attention(config, layer, w, x, rope)
         k, v = (jnp.repeat(y, config.num_q_heads // config.num_kv_heads, axis=1) for y in (k, v))
         scores = jnp.einsum("tnh,snh->nts", q, k) * config.head_dim**-0.5
         distance = positions[:, None] - positions
         seen = (distance >= 0) & (distance < (window or len(token_ids)))
         weights_of_tokens = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
-        x = model.after_attention(config, options, w, x, jnp.einsum("nts,snh->tnh", weights_of_tokens, v))
+        x = model.after_attention(config, layer, w, x, jnp.einsum("nts,snh->tnh", weights_of_tokens, v))
     return model.unembed(config, weights, model.final(config, weights, x))
 
 

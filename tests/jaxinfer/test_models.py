@@ -15,7 +15,7 @@ from jaxinfer import kv_cache as kv
 from jaxinfer.checkpoints import huggingface
 from jaxinfer.checkpoints.loading import weight_leaves
 from jaxinfer.forward import forward
-from jaxinfer.models.layers import RopeConfig
+from jaxinfer.models.rope import RopeConfig, rope_frequencies
 from jaxinfer.models.spec import hf_names
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "tiny"
@@ -67,9 +67,10 @@ def test_logits_equal_transformers(tiny, implementation):
 @pytest.mark.parametrize("kind", models.MODELS)
 def test_every_model_file_keeps_the_contract(kind):
     model = models.MODELS[kind]
-    name = next(name for name, hf in CONFIGS.items() if hf["model_type"] == kind and hf["attention_bias"])
-    config = model.Config.from_hf(CONFIGS[name])
-    assert hash(config) == hash(model.Config.from_hf(CONFIGS[name]))
+    hf = CONFIGS["llama_gqa"] | {"model_type": kind, "architectures": list(model.ARCHITECTURES[:1])}
+    config = model.Config.from_hf(hf)
+    assert models.for_config(hf) is model and models.module_of(config) is model
+    assert hash(config) == hash(model.Config.from_hf(hf))
     leaves, _ = weight_leaves(model, config)
     axes = jax.tree.leaves_with_path(
         model.logical_axes(config),
@@ -79,7 +80,8 @@ def test_every_model_file_keeps_the_contract(kind):
     assert {name: len(leaf.shape) for name, leaf in leaves.items()} == {n: len(a) for n, a in named.items()}
     patterns = {pattern.replace("{layer}", str(i)) for pattern in hf_names(model.LEAVES) for i in (0, 1)}
     assert set(leaves) <= patterns, "a leaf that no checkpoint tensor can fill"
-    for names in ([leaf.hf for leaf in model.LEAVES.values()], [leaf.gguf for leaf in model.LEAVES.values()]):
+    own = [model.LEAVES[name] for name in {name.rpartition(".")[2] for name in leaves}]
+    for names in ([(leaf.hf, leaf.place) for leaf in own], [(leaf.gguf, leaf.place) for leaf in own]):
         assert len(set(names)) == len(names), "two leaves are filled by one tensor"
     assert {leaf.reads for leaf in model.LEAVES.values()} <= {None, *model.LEAVES}
 
@@ -89,15 +91,14 @@ def test_every_model_file_keeps_the_contract(kind):
     ("key", "value"),
     [
         ("attn_logit_softcapping", 30.0),
-        ("sliding_window", 256),
-        ("hidden_act", "gelu"),
-        ("rope_scaling", {"rope_type": "yarn", "factor": 4.0}),
+        ("hidden_act", "relu2"),
+        ("rope_scaling", {"rope_type": "ntk", "factor": 4.0}),
         ("num_experts", 8),
     ],
 )
 def test_a_key_that_changes_the_mathematics_is_refused_by_name(kind, key, value):
     hf = {**CONFIGS["llama_gqa"], "model_type": kind, key: value}
-    with pytest.raises(ValueError, match=key if key != "rope_scaling" else "yarn"):
+    with pytest.raises(ValueError, match=key if key != "rope_scaling" else "ntk"):
         models.MODELS[kind].Config.from_hf(hf)
 
 
@@ -116,10 +117,8 @@ def test_rope_factors_of_a_gguf_file_equal_the_llama3_rule():
     """GGUF stores the llama3 rule as divisors; both forms must give the same frequencies."""
     from tiny_models import llama3_rope_factors
 
-    from jaxinfer.models.layers import rope_frequencies
-
     hf = CONFIGS["llama_rope_llama3"]
-    by_rule = rope_frequencies(models.llama.Config.from_hf(hf).rope)
+    by_rule = rope_frequencies(models.llama.Config.from_hf(hf).ropes[0])
     factors = tuple(float(x) for x in llama3_rope_factors(hf))
     by_factors = rope_frequencies(RopeConfig(hf["rope_theta"], hf["head_dim"], "factors", factors=factors))
     np.testing.assert_allclose(by_rule, by_factors, rtol=1e-6)

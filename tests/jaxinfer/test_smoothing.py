@@ -11,7 +11,6 @@ from engines import load
 
 from jaxinfer import batch as batches
 from jaxinfer import kv_cache as kv
-from jaxinfer import models
 from jaxinfer.checkpoints.loading import named_leaves
 from jaxinfer.forward import forward
 from jaxinfer.llm import LLM
@@ -52,7 +51,7 @@ def with_outliers(weights, channel=5, factor=60.0):
     return weights.replace(layers=tuple(change(layer) for layer in weights.layers))
 
 
-@pytest.mark.parametrize("kind", models.MODELS)
+@pytest.mark.parametrize("kind", NAMES)
 def test_factors_change_nothing_but_the_rounding(kind):
     """The leaves that a model file names together, multiplied in float32: float32's rounding of the logits is left."""
     module, config, weights = load(NAMES[kind])
@@ -78,7 +77,7 @@ def test_factors_change_nothing_but_the_rounding(kind):
         )
 
 
-@pytest.mark.parametrize("kind", models.MODELS)
+@pytest.mark.parametrize("kind", NAMES)
 def test_large_channels_cost_next_to_nothing(kind):
     """A channel 60 times as large costs some 6 bits of all others in its row; factors give them back."""
     module, config, weights = load(NAMES[kind])
@@ -93,7 +92,7 @@ def test_large_channels_cost_next_to_nothing(kind):
     assert smooth < plain / 5
 
 
-@pytest.mark.parametrize("kind", models.MODELS)
+@pytest.mark.parametrize("kind", NAMES)
 def test_matrices_of_k_and_v_stay_in_the_dtype_of_the_weights(kind):
     module, config, weights = load(NAMES[kind])
     layer = smoothing.apply(module, config, weights, "int8", "cpu", {}).layers[0]
@@ -107,7 +106,7 @@ def test_matrices_of_k_and_v_stay_in_the_dtype_of_the_weights(kind):
     assert quantized == {"q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 
 
-@pytest.mark.parametrize("kind", models.MODELS)
+@pytest.mark.parametrize("kind", NAMES)
 def test_sizes_are_of_what_matrices_multiply(kind):
     """The norms' channels are told by their weights: what reads them is multiplied by a unit vector times these."""
     module, config, weights = load(NAMES[kind])
